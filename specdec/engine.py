@@ -1,0 +1,495 @@
+"""The generation loop. `Engine.step()` reads: schedule, draft, one forward, verify, commit, observe, emit.
+
+Knows no concrete drafter or verifier and holds no algorithm of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from specdec.errors import ConfigError, InputError, OutOfCacheError
+from specdec.interfaces import (
+    Drafter,
+    DraftRequest,
+    Forward,
+    Noise,
+    Observation,
+    SamplingParams,
+    Segment,
+    TokenTree,
+    Verifier,
+    VerifyResult,
+    empty_tree,
+)
+from specdec.models.runner import ModelRunner
+from specdec.noise import KeyedNoise, draw_seed
+from specdec.request import Request, RequestOutput, Snapshot, StopRules
+from specdec.sampling import check_sampling
+from specdec.scheduler import Scheduler, Work
+from specdec.stats import EngineStats
+from specdec.target_rows import StepRows
+from specdec.tree import check_tree, drop_drafts, is_chain, pad_tree, select
+
+log = logging.getLogger("specdec")
+_REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """How an engine schedules. One default per knob, here."""
+
+    max_draft_tokens: int = 4
+    max_batch_size: int = 64
+    prefill_chunk_tokens: int = 512
+
+    def __post_init__(self) -> None:
+        for name, least in (("max_draft_tokens", 0), ("max_batch_size", 1), ("prefill_chunk_tokens", 1)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class VerifierChoice:
+    """Which acceptance rule a request gets.
+
+    `auto` is `match` when greedy, when a seed is given or when the drafter has no probabilities, else `rejection`;
+    a rule chosen by name stands in all three places.
+    """
+
+    greedy: Verifier
+    seeded: Verifier
+    sampled: Verifier
+
+    def of(self, sampling: SamplingParams, drafter_samples: bool) -> Verifier:
+        if sampling.greedy:
+            return self.greedy
+        return self.seeded if sampling.seed is not None or not drafter_samples else self.sampled
+
+
+@dataclass(slots=True)
+class _Verdict:
+    """What the step gives one request."""
+
+    kept: Tensor  # offsets of its rows whose KV stays
+    tokens: list[int]
+    finish_reason: str | None = None
+    path: Tensor | None = None
+    num_accepted: int = 0
+    drafted: int = 0
+    depth: int = 0
+
+
+@dataclass(slots=True)
+class _Clock:
+    """Lap times of one step."""
+
+    start: float = field(default_factory=time.perf_counter)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+
+
+class Engine:
+    """Requests in, tokens out, over one target runner, one drafter and its acceptance rules.
+
+    Belongs to the thread that first uses it.
+    """
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        verifiers: VerifierChoice,
+        config: EngineConfig = EngineConfig(),
+    ) -> None:
+        self.target, self.drafter, self.verifiers, self.config = target, drafter, verifiers, config
+        self.stats = EngineStats()
+        self._scheduler = Scheduler(
+            max_batch_size=config.max_batch_size,
+            prefill_chunk_tokens=config.prefill_chunk_tokens,
+            max_draft_tokens=config.max_draft_tokens,
+        )
+        self._requests: dict[int, Request] = {}
+        self._warned: set[str] = set()
+
+    # ------------------------------------------------------------------ requests
+
+    def add_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopRules) -> Request:
+        """Queue a prompt and return its request; one with nothing to generate is finished at once.
+
+        Raises:
+            InputError: the prompt is empty, too long or holds ids outside the vocabulary.
+            OutOfCacheError: the request can never fit the KV memory limit.
+        """
+        self.target.claim()
+        check_sampling(sampling)
+        stop = self._check_prompt(prompt_token_ids, stop)
+        total = min(len(prompt_token_ids) + stop.max_new_tokens, stop.max_total_tokens or 1 << 62)
+        self.target.cache.check_fits(total)
+        seed = draw_seed() if sampling.seed is None else sampling.seed
+        request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed)
+        request.stats.arrival_s = time.perf_counter()
+        self._requests[request.request_id] = request
+        if stop.max_new_tokens == 0:
+            request.finish_reason = "length"
+        else:
+            self._scheduler.add(request)
+        return request
+
+    def _check_prompt(self, prompt: Sequence[int], stop: StopRules) -> StopRules:
+        """Return the stop rules with the model's own context limit in them."""
+        limit = self.target.max_positions
+        if limit is not None:
+            limit = min(limit, stop.max_total_tokens or limit)
+            stop = StopRules(
+                max_new_tokens=stop.max_new_tokens, eos_token_ids=stop.eos_token_ids, max_total_tokens=limit
+            )
+        if not prompt:
+            raise InputError("the prompt has no tokens; give at least one (a BOS token will do)")
+        if stop.max_total_tokens is not None and len(prompt) >= stop.max_total_tokens:
+            raise InputError(
+                f"the prompt has {len(prompt)} tokens and the context limit is {stop.max_total_tokens}, prompt and new "
+                "tokens together; shorten the prompt"
+            )
+        bad = next((t for t in prompt if not 0 <= t < self.target.vocab_size), None)
+        if bad is not None:
+            raise InputError(f"prompt token id {bad} is outside the target's vocabulary of {self.target.vocab_size}")
+        return stop
+
+    def request(self, request_id: int) -> Request:
+        """Return a request's state: tokens, finish reason, counters.
+
+        Raises:
+            InputError: the id is unknown or was forgotten.
+        """
+        if request_id not in self._requests:
+            raise InputError(f"request {request_id} is unknown to this engine or was forgotten")
+        return self._requests[request_id]
+
+    def abort(self, request_id: int) -> None:
+        """Stop a request and free what it holds; its tokens stay readable until `forget`."""
+        request = self.request(request_id)
+        if request.finish_reason is None:
+            self._retire(request, "abort")
+
+    def forget(self, request_id: int) -> None:
+        """Drop a request and everything about it; unknown ids are ignored."""
+        request = self._requests.get(request_id)
+        if request is not None:
+            self._retire(request, request.finish_reason or "abort")
+            del self._requests[request_id]
+
+    def _retire(self, request: Request, reason: str) -> None:
+        request.finish_reason = reason
+        self._scheduler.remove(request)
+        self.target.cache.release(request.request_id)
+        self.drafter.release(request.request_id)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return any(True for _ in self._scheduler.requests())
+
+    # ------------------------------------------------------------------ the step
+
+    def step(self) -> list[RequestOutput]:
+        """Run one step of every scheduled request and return what was emitted.
+
+        A step that raises did not happen: every request is as it was before.
+        """
+        self.target.claim()
+        clock = _Clock()
+        self._scheduler.admit(self._try_open)
+        work = self._scheduler.schedule()
+        if not work:
+            return []
+        saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
+        told = False
+        try:
+            with torch.inference_mode():
+                self._reserve(work)
+                tree, noise = self._draft(work, clock)
+                forward = self._forward(work, tree)
+                verdicts = self._verify(work, tree, noise, forward)
+                clock.verify_s = time.perf_counter() - clock.start - clock.draft_s
+                self._commit(work, verdicts)
+                told = True
+                self._observe(work, verdicts, forward)
+                self._count(work, verdicts, clock)
+        except BaseException:
+            self._undo(saved, told)
+            raise
+        return self._emit()
+
+    def _reserve(self, work: Sequence[Work]) -> None:
+        for w in work:
+            self.target.cache.reserve(w.request.request_id, w.num_rows + w.max_draft_tokens)
+
+    def _draft(self, work: Sequence[Work], clock: _Clock) -> tuple[TokenTree, Noise]:
+        """Return the trees of the B requests that choose a token in this step, and the step's noise."""
+        asked = [self._draft_request(w) for w in work if w.samples]
+        noise = self._noise([w.request for w in work if w.samples])
+        drafting = [i for i, r in enumerate(asked) if r.max_draft_tokens > 0]
+        tree = empty_tree(asked, self.target.device)
+        if drafting:
+            start = time.perf_counter()
+            requests = [asked[i] for i in drafting]
+            owners = [w.request for w in work if w.samples]
+            drafted = self._propose(requests, self._noise([owners[i] for i in drafting]))
+            if drafted is not None:
+                tree = _scatter(drafted, drafting, tree)
+            clock.draft_s = time.perf_counter() - start
+        return tree, noise
+
+    def _draft_request(self, work: Work) -> DraftRequest:
+        request = work.request
+        most = work.max_draft_tokens
+        position = len(request.tokens) - 1
+        if self.drafter.max_position is not None:
+            # Draft positions past the drafter's limit are not drafted; the target goes on alone.
+            most = max(0, min(most, self.drafter.max_position - position))
+        return DraftRequest(request.request_id, request.tokens[-1], position, most, request.sampling)
+
+    def _noise(self, requests: Sequence[Request]) -> KeyedNoise:
+        chosen = [self.verifiers.of(r.sampling, self.drafter.samples) for r in requests]
+        return KeyedNoise(
+            torch.tensor([r.seed for r in requests], dtype=torch.int64, device=self.target.device),
+            torch.tensor([len(r.tokens) - 1 for r in requests], dtype=torch.int64, device=self.target.device),
+            torch.tensor([v.couples_draft for v in chosen], dtype=torch.bool, device=self.target.device),
+        )
+
+    def _propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree | None:
+        """Return the drafter's trees with invalid ones emptied, or None; an invalid tree costs speed, never output."""
+        try:
+            tree = self.drafter.propose(requests, noise)
+        except OutOfCacheError as error:
+            self._warn_once(f"drafter {self.drafter.name!r} has no KV memory left, going on without drafts: {error}")
+            return None
+        finally:
+            if self.drafter.shares_target_kv:
+                for r in requests:
+                    self.target.cache.rewind(r.request_id)
+        reasons = check_tree(tree, requests, self.target.vocab_size)
+        bad = [i for i, reason in enumerate(reasons) if reason is not None]
+        if not bad:
+            return tree
+        for i in bad:
+            self._requests[requests[i].request_id].stats.num_rejected_drafts += 1
+        self._warn_once(f"drafter {self.drafter.name!r} proposed an invalid tree, which was dropped: {reasons[bad[0]]}")
+        if len(bad) == len(requests):
+            return None
+        return drop_drafts(tree, torch.tensor(bad, device=tree.num_nodes.device))
+
+    def _forward(self, work: Sequence[Work], tree: TokenTree) -> Forward:
+        """Run every request's pending tokens and draft nodes in one packed forward."""
+        segments: list[Segment] = []
+        sizes = tree.num_nodes.tolist()
+        b = 0
+        for w in work:
+            request = w.request
+            start = request.num_computed
+            if not w.samples:
+                ids = torch.tensor(request.tokens[start : start + w.num_rows], dtype=torch.int64)
+                segments.append(Segment(request.request_id, ids, None, torch.empty(0, dtype=torch.int64)))
+                continue
+            n = sizes[b]
+            ids = tree.token_ids[b, :n]
+            if w.num_rows > 1:
+                earlier = torch.tensor(request.tokens[start : start + w.num_rows - 1], dtype=torch.int64)
+                ids = torch.cat([earlier.to(ids.device), ids])
+            parents = None
+            if n > 2 and not is_chain(tree.parents[b, :n]):
+                assert w.num_rows == 1, "trees are drafted behind one pending token"
+                parents = tree.parents[b, :n]
+            rows = torch.arange(w.num_rows - 1, w.num_rows - 1 + n)
+            segments.append(Segment(request.request_id, ids, parents, rows))
+            b += 1
+        return self.target.forward(segments, self.drafter.features)
+
+    def _verify(self, work: Sequence[Work], tree: TokenTree, noise: Noise, forward: Forward) -> list[_Verdict]:
+        """Return one verdict per work item; requests under the same acceptance rule are verified together."""
+        sampling = [w.request for w in work if w.samples]
+        first = torch.cumsum(tree.num_nodes, 0) - tree.num_nodes
+        rows = StepRows(forward.logits, first, sampling, tree)
+        results: list[tuple[list[int], int]] = [([], 0)] * len(sampling)
+        groups: dict[int, tuple[Verifier, list[int]]] = {}
+        for i, request in enumerate(sampling):
+            verifier = self.verifiers.of(request.sampling, self.drafter.samples and tree.draft_probs is not None)
+            groups.setdefault(id(verifier), (verifier, []))[1].append(i)
+        for verifier, members in groups.values():
+            result = self._verify_group(verifier, members, sampling, tree, rows, noise)
+            paths, counts = result.path.tolist(), result.num_accepted.tolist()
+            for i, path, count, token in zip(members, paths, counts, result.next_token_ids.tolist(), strict=True):
+                results[i] = (path[:count], token)
+        verdicts: list[_Verdict] = []
+        token_ids, parents, sizes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
+        answers = iter(zip(results, token_ids, parents, sizes, strict=True))
+        for w in work:
+            if not w.samples:
+                verdicts.append(_Verdict(torch.arange(w.num_rows), []))
+                continue
+            (path, token), ids, above, n = next(answers)
+            verdicts.append(_judge(w, w.request, path, token, ids[:n], above[:n]))
+        return verdicts
+
+    def _verify_group(
+        self,
+        verifier: Verifier,
+        members: list[int],
+        sampling: Sequence[Request],
+        tree: TokenTree,
+        rows: StepRows,
+        noise: Noise,
+    ) -> VerifyResult:
+        if len(members) == len(sampling):
+            return verifier.verify(tree, rows, noise)
+        index = torch.tensor(members, dtype=torch.int64, device=tree.token_ids.device)
+        part = select(tree, index)
+        return verifier.verify(part, rows.select(index, part), self._noise([sampling[i] for i in members]))
+
+    def _commit(self, work: Sequence[Work], verdicts: Sequence[_Verdict]) -> None:
+        for w, verdict in zip(work, verdicts, strict=True):
+            request = w.request
+            self.target.cache.commit(request.request_id, verdict.kept)
+            request.num_computed += len(verdict.kept)
+            request.tokens.extend(verdict.tokens)
+            request.finish_reason = verdict.finish_reason
+
+    def _observe(self, work: Sequence[Work], verdicts: Sequence[_Verdict], forward: Forward) -> None:
+        seen: list[Observation] = []
+        row = 0
+        for w, verdict in zip(work, verdicts, strict=True):
+            request = w.request
+            num_kept = len(verdict.kept)
+            # After a forward at positions s .. s + c - 1 the tokens at s + 1 .. s + c are known, and token 0 at first.
+            before = request.num_computed - num_kept
+            start = before + 1 if before else 0
+            ids = torch.tensor(request.tokens[start : request.num_computed + 1], dtype=torch.int64)
+            features = None
+            if forward.features is not None:
+                features = forward.features[row + verdict.kept.to(forward.features.device)]
+            seen.append(Observation(request.request_id, start, ids, features, verdict.path))
+            row += w.num_rows + verdict.drafted
+        self.drafter.observe(seen)
+
+    def _count(self, work: Sequence[Work], verdicts: Sequence[_Verdict], clock: _Clock) -> None:
+        now = time.perf_counter()
+        total = now - clock.start
+        other = total - clock.draft_s - clock.verify_s
+        num_rows = sum(w.num_rows + v.drafted for w, v in zip(work, verdicts, strict=True)) or 1
+        prefill_rows = sum(w.num_rows for w in work if w.is_prefill)
+        share = prefill_rows / num_rows
+        stats = self.stats
+        stats.num_steps += 1
+        stats.num_prefill_tokens += prefill_rows
+        stats.prefill_s += share * (total - clock.draft_s)
+        stats.draft_s += clock.draft_s
+        stats.verify_s += (1 - share) * clock.verify_s
+        stats.other_s += (1 - share) * other
+        for w, verdict in zip(work, verdicts, strict=True):
+            own = w.request.stats
+            if verdict.tokens:
+                own.emissions.append((now, len(verdict.tokens)))
+            if w.is_prefill:
+                own.prefill_s += total
+                continue
+            own.draft_s += clock.draft_s
+            own.verify_s += clock.verify_s
+            own.other_s += other
+            own.record_decode(
+                drafted=verdict.drafted,
+                depth=verdict.depth,
+                accepted=verdict.num_accepted,
+                emitted=len(verdict.tokens),
+            )
+            stats.num_decode_tokens += len(verdict.tokens)
+
+    def _emit(self) -> list[RequestOutput]:
+        """Hand out every token not handed out yet, so that an interrupted step loses none."""
+        outputs: list[RequestOutput] = []
+        for request in list(self._scheduler.running):
+            new = request.new_tokens[request.num_reported :]
+            if not new:
+                continue
+            request.num_reported += len(new)
+            if request.finish_reason is not None:
+                self._retire(request, request.finish_reason)
+            accepted = request.stats.num_accepted_tokens - request.num_accepted_reported
+            request.num_accepted_reported += accepted
+            outputs.append(RequestOutput(request.request_id, new, accepted, request.finish_reason))
+        return outputs
+
+    # ------------------------------------------------------------------ keeping the promises
+
+    def _try_open(self, request: Request) -> bool:
+        total = len(request.tokens) + request.num_remaining
+        try:
+            self.target.cache.open(request.request_id, total)
+        except OutOfCacheError:
+            if not self._scheduler.running:
+                raise
+            return False
+        return True
+
+    def _undo(self, saved: Sequence[tuple[Request, Snapshot, int]], told: bool) -> None:
+        """Put every request back to before the step, and tell the drafter if it heard of what did not happen."""
+        for request, snapshot, context_len in saved:
+            request.restore(snapshot)
+            self.target.cache.restore(request.request_id, context_len)
+        if told:
+            for request, _, _ in saved:
+                self.drafter.release(request.request_id)
+                known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
+                if request.num_computed:
+                    self.drafter.observe([Observation(request.request_id, 0, known)])
+
+    def _warn_once(self, message: str) -> None:
+        if message not in self._warned:
+            self._warned.add(message)
+            log.warning("%s", message)
+
+
+def _scatter(drafted: TokenTree, rows: Sequence[int], roots: TokenTree) -> TokenTree:
+    """Return trees for all requests of `roots`: `drafted` for `rows`, the bare root for the others."""
+    batch = roots.token_ids.shape[0]
+    if len(rows) == batch:
+        return drafted
+    width = drafted.token_ids.shape[1]
+    wide = pad_tree(roots, width)
+    index = torch.tensor(rows, dtype=torch.int64, device=roots.token_ids.device)
+    draft_row = None
+    if drafted.draft_row is not None:
+        draft_row = torch.full_like(wide.token_ids, -1)
+        draft_row[index] = drafted.draft_row
+    token_ids, parents, num_nodes = wide.token_ids.clone(), wide.parents.clone(), wide.num_nodes.clone()
+    token_ids[index], parents[index], num_nodes[index] = drafted.token_ids, drafted.parents, drafted.num_nodes
+    return TokenTree(token_ids, parents, num_nodes, drafted.draft_probs, draft_row, drafted.with_replacement)
+
+
+def _judge(
+    work: Work, request: Request, path: list[int], token: int, token_ids: list[int], parents: list[int]
+) -> _Verdict:
+    """Crop a request's accepted path and next token to its first stop, and say which rows stay."""
+    tokens, reason = request.crop([*(token_ids[node] for node in path), token])
+    num_accepted = min(len(path), len(tokens))
+    pending = work.num_rows
+    # P + e - 1 rows: the pending tokens and every emitted token but the last, which becomes pending.
+    kept = [*range(pending), *(pending - 1 + node for node in path[: len(tokens) - 1])]
+    depth = [0] * len(parents)
+    for node in range(1, len(parents)):
+        depth[node] = depth[parents[node]] + 1
+    return _Verdict(
+        torch.tensor(kept, dtype=torch.int64),
+        tokens,
+        reason,
+        torch.tensor(path[:num_accepted], dtype=torch.int64),
+        num_accepted,
+        len(parents) - 1,
+        max(depth),
+    )

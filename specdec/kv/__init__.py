@@ -1,0 +1,1 @@
+"""The KV cache: blocks, storage, plans. Knows slots and dtypes, no model."""

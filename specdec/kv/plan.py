@@ -1,0 +1,99 @@
+"""What one packed forward does to the cache: slots, positions and masks of each request's rows. Knows no model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+AllowFunction = Callable[[Tensor, Tensor], Tensor]  # (query positions [m, 1], key positions [1, n]) -> bool [m, n]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskPattern:
+    """Which earlier positions a layer may see, beyond causality and the tree: a window, a chunk.
+
+    `key` names the pattern within one forward; `allow` decides by absolute positions, so siblings of a tree,
+    which share a position, are treated alike.
+    """
+
+    key: Hashable
+    allow: AllowFunction
+
+
+def sliding_window(size: int) -> MaskPattern:
+    """Return the pattern of a window: a token sees itself and the `size - 1` positions before it."""
+    return MaskPattern(("window", size), lambda query, key: key > query - size)
+
+
+@dataclass(slots=True)
+class PlannedSegment:
+    """One request's rows. Its keys and values live in slots [base, base + kv_len), in order."""
+
+    request_id: int
+    first_row: int
+    num_rows: int
+    base: int  # slot of the request's position 0
+    kv_len: int  # committed tokens + reservation rows up to and including this segment
+    kv_positions: Tensor | None  # [kv_len] int64; None = 0 .. kv_len - 1 (no tree in the reservation)
+    visible: Tensor | None  # [num_rows, kv_len] bool, ancestors only; None = causal in slot order
+    positions: Tensor  # [num_rows] int64
+    _masks: dict[Hashable, Tensor | None] = field(default_factory=dict)
+
+    @property
+    def first_slot(self) -> int:
+        return self.base + self.kv_len - self.num_rows
+
+    @property
+    def whole_causal(self) -> bool:
+        """True when the rows are a chain that begins at position 0: plain causal attention, no mask needed."""
+        return self.visible is None and self.num_rows == self.kv_len
+
+    def mask(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
+        """Return the additive mask [num_rows * repeat, kv_len], each row `repeat` times, or None if all is visible.
+
+        Three rows of a chain after two committed tokens, then a tree root with two children:
+
+            1 1 1 0 0      1 1 1 0 0
+            1 1 1 1 0      1 1 1 1 0
+            1 1 1 1 1      1 1 1 0 1
+        """
+        key = (None if pattern is None else pattern.key, dtype, repeat)
+        if key not in self._masks:
+            self._masks[key] = self._build(pattern, dtype, repeat)
+        return self._masks[key]
+
+    def _build(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
+        if pattern is None and self.visible is None and self.num_rows == 1:
+            return None
+        device = self.positions.device
+        allowed = self.visible
+        if allowed is None:
+            slots = torch.arange(self.kv_len, device=device)
+            allowed = slots <= slots[self.kv_len - self.num_rows :, None]
+        if pattern is not None:
+            keys = self.kv_positions
+            if keys is None:
+                keys = torch.arange(self.kv_len, device=device)
+            allowed = allowed & pattern.allow(self.positions[:, None], keys[None, :])
+        if bool(allowed.all()):
+            return None
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
+        if repeat > 1:
+            bias = bias[:, None, :].expand(-1, repeat, -1).reshape(-1, self.kv_len)
+        return bias
+
+
+@dataclass(slots=True)
+class StepPlan:
+    """The packed forward: T rows in segment order."""
+
+    segments: list[PlannedSegment]
+    positions: Tensor  # [T] int64
+    patterns: dict[int, MaskPattern | None] = field(default_factory=dict)  # filled by the attention plug
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.positions.shape[0])

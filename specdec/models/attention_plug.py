@@ -1,0 +1,148 @@
+"""How an unmodified transformers model runs on our cache: its attention and mask functions are ours.
+
+The model asks `create_causal_mask` and friends for masks; the answer here is only a marker that names the
+pattern. The attention function then hands queries, keys and values to `KVCache.attend`, which knows the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AttentionInterface
+from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.masking_utils import AttentionMaskInterface, causal_mask_function
+
+from specdec.errors import UnsupportedModelError
+from specdec.kv.cache import KVCache
+from specdec.kv.plan import MaskPattern, StepPlan
+
+# No "flash", no "/", no "paged|": transformers gives such names meanings of their own.
+ATTENTION_NAME = "specdec"
+
+
+@dataclass(slots=True)
+class _Step:
+    cache: KVCache
+    plan: StepPlan
+    markers: dict[int, tuple[Tensor, MaskPattern | None]]  # id -> the marker kept alive, its pattern
+    num_calls: int = 0
+
+
+_STEP: ContextVar[_Step] = ContextVar("specdec_step")
+
+
+@contextmanager
+def running(cache: KVCache, plan: StepPlan) -> Iterator[_Step]:
+    """Make `cache` and `plan` the ones that attention calls of this context work on."""
+    step = _Step(cache, plan, {})
+    token = _STEP.set(step)
+    try:
+        yield step
+    finally:
+        _STEP.reset(token)
+
+
+def _mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    *args: Any,
+    mask_function: Any = causal_mask_function,
+    local_size: int | None = None,
+    device: torch.device | str = "cpu",
+    **kwargs: Any,
+) -> Tensor:
+    """Return a marker tensor for the pattern of one kind of layer; called once per kind and forward."""
+    step = _STEP.get(None)
+    if step is None:
+        raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
+    pattern = None
+    if mask_function is not causal_mask_function:
+        zero = torch.zeros((), dtype=torch.int64, device=device)
+
+        def allow(query: Tensor, key: Tensor) -> Tensor:
+            # The models' own mask functions decide by index arithmetic, so they work on absolute positions.
+            result: Tensor = mask_function(zero, zero, query, key)
+            return result
+
+        pattern = MaskPattern(len(step.markers), allow)
+    marker = torch.zeros((1, 1, q_length, 1), dtype=torch.bool, device=device)
+    step.markers[id(marker)] = (marker, pattern)
+    return marker
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Attend over the cache. query [1, H, T, D], key [1, h, T, D], value [1, h, T, E] -> [1, T, H, E]."""
+    step = _STEP.get(None)
+    if step is None:
+        raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
+    known = step.markers.get(id(attention_mask))
+    if known is None:
+        raise UnsupportedModelError(
+            f"{type(module).__name__} builds its own attention mask, which specdec cannot place over its KV cache"
+        )
+    step.num_calls += 1
+    out = step.cache.attend(
+        step.plan,
+        module.layer_idx,  # type: ignore[arg-type]
+        query[0].transpose(0, 1),
+        key[0].transpose(0, 1),
+        value[0].transpose(0, 1),
+        scaling=scaling,
+        pattern=known[1],
+        softcap=softcap,
+        sinks=s_aux,
+    )
+    return out[None], None
+
+
+class _PassLayer(CacheLayerMixin):
+    """Stands where transformers expects a cache layer; keys and values pass through to the attention call."""
+
+    is_sliding = False
+    is_linear = False
+    is_dummy = False
+
+    def lazy_initialization(self, *args: Any, **kwargs: Any) -> None: ...
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return key_states, value_states
+
+    def get_mask_sizes(self, query_length: Any, *args: Any, **kwargs: Any) -> tuple[int, int]:
+        return int(query_length), 0
+
+    def get_seq_length(self, *args: Any, **kwargs: Any) -> int:
+        return 0
+
+    def get_max_length(self) -> int:
+        return -1
+
+    # Older 5.x releases ask under this name.
+    def get_max_cache_shape(self) -> int:
+        return -1
+
+
+def pass_through_cache(num_layers: int) -> Cache:
+    """Return a transformers Cache that stores nothing."""
+    return Cache(layers=[_PassLayer() for _ in range(num_layers)])
+
+
+AttentionInterface.register(ATTENTION_NAME, _attention)
+AttentionMaskInterface.register(ATTENTION_NAME, _mask)

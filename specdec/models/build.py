@@ -1,0 +1,156 @@
+"""From a transformers model to a ModelRunner: refuse, clone, choose the program, check it, keep it."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+from torch import nn
+
+from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.interfaces import Segment
+from specdec.kv.cache import KVCache
+from specdec.models import lean
+from specdec.models.clone import clone_sharing_parameters, fingerprint
+from specdec.models.compatibility import refuse_unsupported
+from specdec.models.conformance import Reference, compare, conforms, take_reference
+from specdec.models.hosted import HostedProgram, base_forward
+from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables
+from specdec.models.runner import ModelRunner, Program
+
+log = logging.getLogger("specdec")
+
+# Below this size a model's products fit the cache and no kernel choice is worth a copy of the weights.
+SMALL_MODEL_BYTES = 16 * 2**20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerConfig:
+    """How a target or draft model is run."""
+
+    kernels: str = "auto"  # "auto": measured per row count on CPU; "off": torch's default everywhere
+    lean: bool = True  # allow the hand-written forward for Llama-like models on CPU
+    prepack_limit_bytes: int | None = None  # extra memory for reordered weights; None = a quarter of the RAM
+    kv_memory_bytes: int | None = None  # bound on the KV cache; None = as much as is asked for
+
+    def __post_init__(self) -> None:
+        if self.kernels not in ("auto", "off"):
+            raise ConfigError(f"kernels={self.kernels!r}; allowed: 'auto', 'off'")
+        for name in ("prepack_limit_bytes", "kv_memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and value < 0:
+                raise ConfigError(f"{name}={value} is negative")
+
+
+_RUNNERS: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple[RunnerConfig, tuple[int, ...]], ModelRunner]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
+    """Return the runner of a model, built once per model object and thread and rebuilt when its weights change.
+
+    Raises:
+        UnsupportedModelError: the model has a feature the engine cannot run exactly.
+    """
+    weights = fingerprint(model)
+    kept = [(k, r) for k, r in _RUNNERS.get(model, []) if k[1] == weights]
+    for key, runner in kept:
+        if key == (config, weights) and runner.owner in (None, threading.get_ident()):
+            return runner
+    runner = build_runner(model, config)
+    _RUNNERS[model] = [*kept, ((config, weights), runner)]
+    return runner
+
+
+def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
+    """Build a runner: see `runner_for`."""
+    refuse_unsupported(model)
+    clone: Any = clone_sharing_parameters(model)
+    device = next(clone.parameters()).device
+    vocab_size = clone.config.get_text_config().vocab_size
+    reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
+    if not torch.isfinite(reference.left).all():
+        log.warning("%s gives NaN or infinite logits on a probe of random tokens", type(model).__name__)
+    program, trees, extra = _choose_program(clone, reference, config)
+    runner = ModelRunner(
+        program,
+        KVCache(max_bytes=config.kv_memory_bytes),
+        config=clone.config,
+        device=device,
+        vocab_size=reference.vocab_size,
+        dtype=reference.left.dtype,
+        supports_trees=trees,
+        extra_weight_bytes=extra,
+        model=clone,
+    )
+    _size_cache(runner)
+    return runner
+
+
+def _size_cache(runner: ModelRunner) -> None:
+    """Run one token, so that the cache knows its bytes per token before the first request asks for room."""
+    runner.cache.open(-1, 1)
+    runner.cache.reserve(-1, 1)
+    runner.forward([Segment(-1, torch.zeros(1, dtype=torch.int64), None, torch.arange(1))])
+    runner.cache.release(-1)
+
+
+def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> tuple[Program, bool, int]:
+    """Return the fastest program that conforms, whether it takes trees, and the extra weight bytes it holds."""
+    factory = _kernel_factory(clone, config)
+    if config.lean and lean.applies_to(clone):
+        program = lean.LeanProgram(clone, _fuse_for(factory))
+        if conforms(program, reference):
+            return program, True, factory.extra_bytes if factory else 0
+        log.info(
+            "the lean forward differs from %s by %.2g; not used", type(clone).__name__, compare(program, reference)
+        )
+        factory = _kernel_factory(clone, config)
+    # The runner keeps `clone` as it is, for further copies; this one gets our attention and kernels.
+    clone = clone_sharing_parameters(clone)
+    hosted = HostedProgram(clone)
+    trees = conforms(hosted, reference)
+    if not trees and not conforms(hosted, reference, trees=False):
+        raise UnsupportedModelError(
+            f"{type(clone).__name__} over specdec's KV cache differs from its own forward by "
+            f"{compare(hosted, reference, trees=False):.2g} of the largest logit; it cannot be run exactly"
+        )
+    if factory is not None:
+        _replace_linears(clone, factory)
+        if not conforms(hosted, reference, trees=trees):
+            raise UnsupportedModelError(
+                f"{type(clone).__name__} does not bear replaced Linear layers; load it with kernels='off'"
+            )
+    return hosted, trees, factory.extra_bytes if factory else 0
+
+
+def _kernel_factory(clone: nn.Module, config: RunnerConfig) -> KernelFactory | None:
+    linears = [m for m in clone.modules() if type(m) is nn.Linear]
+    num_bytes = sum(m.weight.numel() * m.weight.element_size() for m in linears)
+    on_cpu = all(m.weight.device.type == "cpu" for m in linears)
+    if config.kernels == "off" or not on_cpu or num_bytes < SMALL_MODEL_BYTES:
+        return None
+    limit = config.prepack_limit_bytes
+    return KernelFactory(KernelTables(), psutil.virtual_memory().total // 4 if limit is None else limit)
+
+
+def _fuse_for(factory: KernelFactory | None) -> lean.Fuse:
+    if factory is None:
+        return lambda role, linears: FusedLinear(linears, None)
+    return lambda role, linears: factory(linears)
+
+
+def _replace_linears(clone: nn.Module, factory: KernelFactory) -> None:
+    """Swap every Linear of the clone for a `FusedLinear` where prepacking pays."""
+    for parent in list(clone.modules()):
+        for name, child in list(parent.named_children()):
+            if type(child) is nn.Linear:
+                fused = factory([child])
+                if fused.extra_bytes:
+                    setattr(parent, name, fused)

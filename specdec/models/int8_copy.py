@@ -1,0 +1,114 @@
+"""The target's own int8 copy, as a program over the same KV cache. Calibrates itself."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import IncompatibleDrafterError
+from specdec.models import lean
+from specdec.models.clone import clone_sharing_parameters
+from specdec.models.hosted import HostedProgram, base_forward
+from specdec.models.int8 import Int8Linear, activation_maxima
+from specdec.models.runner import ModelRunner, Program
+
+log = logging.getLogger("specdec")
+
+# Of the weight bytes a decode step reads, this share must be in Linear layers for an int8 copy to be much faster.
+LEAST_LINEAR_SHARE = 0.9
+CALIBRATION_TEXT = """\
+The harbour was quiet when Maria opened the bakery at five in the morning. She weighed 1,250 grams of
+flour, added 18 g of salt, and wrote the date - 3 March 2021 - on the board. "Two rye, one plain," she said. Why does
+bread rise? Yeast turns sugar into carbon dioxide, which the gluten holds.
+
+def mean(values: list[float]) -> float:
+    total = sum(values)
+    return total / len(values) if values else 0.0
+
+1. Preheat the oven to 220 degrees. 2. Let the dough rest for 40 minutes. 3. Bake until golden brown.
+Question: A train travels 180 km in 2.5 hours. What is its speed? Answer: 180 / 2.5 = 72 km/h.
+Dear Mr. Okafor, thank you for your letter of 12 June; please find the signed contract attached. Kind regards.
+"""
+
+_PROGRAMS: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+
+
+def int8_copy(runner: ModelRunner, tokenizer: Any | None) -> ModelRunner:
+    """Return a runner of the target's int8 copy that shares its KV cache; built once per target program.
+
+    Raises:
+        IncompatibleDrafterError: the target is on CUDA, or too little of it is Linear layers.
+    """
+    program = _PROGRAMS.get(runner.program)
+    if program is None:
+        refuse_unsuited(runner)
+        program = _build(runner, calibration_ids(runner, tokenizer))
+        _PROGRAMS[runner.program] = program
+    return runner.sharing_cache(program)
+
+
+def refuse_unsuited(runner: ModelRunner) -> None:
+    """Raise IncompatibleDrafterError where an int8 copy cannot pay."""
+    name = type(runner.model).__name__
+    if runner.device.type != "cpu":
+        raise IncompatibleDrafterError(
+            f"drafter 'self_int8' runs on CPUs; on {runner.device.type} it has not been measured to be faster. "
+            "Use drafter='ngram' or 'draft_model'"
+        )
+    share = linear_share(runner.model)
+    if share < LEAST_LINEAR_SHARE:
+        raise IncompatibleDrafterError(
+            f"drafter 'self_int8' needs {LEAST_LINEAR_SHARE:.0%} of the decoded weight bytes in Linear layers and "
+            f"{name} has {share:.0%} there; use drafter='ngram' or 'draft_model'"
+        )
+
+
+def linear_share(model: Any) -> float:
+    """Return the share of Linear layers in the weight bytes that one decode step reads (embedding rows are not)."""
+    linear = {id(m.weight): m.weight for m in model.modules() if type(m) is nn.Linear}
+    embedding = model.get_input_embeddings().weight
+    read = {id(p): p for p in model.parameters() if p is not embedding or id(p) in linear}
+
+    def num_bytes(tensors: dict[int, Tensor]) -> int:
+        return sum(t.numel() * t.element_size() for t in tensors.values())
+
+    return num_bytes(linear) / max(1, num_bytes(read))
+
+
+def calibration_ids(runner: ModelRunner, tokenizer: Any | None) -> Tensor:
+    """Return [n, length] token ids to calibrate on: a text, or what the model itself says where none can be encoded."""
+    if tokenizer is not None:
+        ids = tokenizer(CALIBRATION_TEXT, return_tensors="pt").input_ids
+        return ids[:, : runner.max_positions or ids.shape[1]].to(runner.device)
+    num, length = 8, min(24, runner.max_positions or 24)
+    ids = torch.linspace(0, runner.vocab_size - 1, num).long()[:, None].to(runner.device)
+    generator = torch.Generator().manual_seed(0)
+    while ids.shape[1] < length:
+        probs = torch.softmax(base_forward(runner.model, ids)[:, -1].float(), dim=-1)
+        ids = torch.cat([ids, torch.multinomial(probs, 1, generator=generator)], dim=1)
+    return ids
+
+
+def _build(runner: ModelRunner, ids: Tensor) -> Program:
+    model = runner.model
+    maxima = activation_maxima(model, lambda: base_forward(model, ids))
+
+    def fuse(role: str, linears: Sequence[nn.Linear]) -> Int8Linear:
+        return Int8Linear(linears, maxima[linears[0]])
+
+    if isinstance(runner.program, lean.LeanProgram):
+        return lean.LeanProgram(model, fuse)
+    clone = clone_sharing_parameters(model)
+    originals = dict(model.named_modules())
+    for name, parent in list(clone.named_modules()):
+        for child_name, child in list(parent.named_children()):
+            original = originals[f"{name}.{child_name}" if name else child_name]
+            # A Linear the calibration never reached (an expert nobody chose) stays as it is.
+            if type(child) is nn.Linear and original in maxima:
+                setattr(parent, child_name, Int8Linear([child], maxima[original]))
+    return HostedProgram(clone)

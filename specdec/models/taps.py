@@ -1,0 +1,67 @@
+"""Hidden states on their way through a model: forward hooks on the decoder blocks of the runner's own clone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from specdec.errors import UnsupportedModelError
+from specdec.interfaces import FeatureSpec
+
+
+def find_blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
+    """Return the ModuleList of decoder blocks: the one of length `num_layers` nearest the root.
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    found = [(name.count("."), m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    for _, modules in sorted(found, key=lambda pair: pair[0]):
+        if len(modules) == num_layers:
+            return modules
+    raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder blocks")
+
+
+class Taps:
+    """Collects the outputs of chosen blocks during one forward."""
+
+    def __init__(self, model: nn.Module, num_layers: int) -> None:
+        self._model = model
+        self._num_layers = num_layers
+        self._hooks: dict[int, Any] = {}
+        self._seen: dict[int, Tensor] = {}
+
+    def prepare(self, spec: FeatureSpec) -> None:
+        """Install what `spec` needs; an installed hook costs a dictionary write per forward."""
+        self._seen.clear()
+        blocks = find_blocks(self._model, self._num_layers) if spec.layers else ()
+        for layer in spec.layers:
+            if not 0 <= layer < self._num_layers:
+                raise UnsupportedModelError(f"feature layer {layer} of a model with {self._num_layers} layers")
+            if layer not in self._hooks:
+                self._hooks[layer] = blocks[layer].register_forward_hook(self._catch(layer))
+        if spec.final_norm and -1 not in self._hooks:
+            self._hooks[-1] = self._model.base_model.register_forward_hook(self._catch_last)  # type: ignore[union-attr]
+
+    def _catch(self, layer: int) -> Any:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            hidden = output[0] if isinstance(output, tuple) else output
+            self._seen[layer] = hidden.reshape(-1, hidden.shape[-1])
+
+        return hook
+
+    def _catch_last(self, module: nn.Module, args: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        self._seen[-1] = hidden.reshape(-1, hidden.shape[-1])
+
+    def collect(self, spec: FeatureSpec) -> Tensor | None:
+        """Return the features of the last forward, [T, F], in the order of `spec`."""
+        if not spec:
+            return None
+        parts = [self._seen[layer] for layer in spec.layers]
+        if spec.final_norm:
+            parts.append(self._seen[-1])
+        self._seen.clear()
+        return torch.cat(parts, dim=-1)

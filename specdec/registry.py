@@ -1,0 +1,87 @@
+"""Lazy name -> "module:attribute" tables. Names the built-in drafters and verifiers without importing them."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import inspect
+from importlib.metadata import entry_points
+from typing import Any
+
+from specdec.errors import ConfigError
+
+
+class Registry:
+    """One table of plug-ins of a kind.
+
+    A name is looked up in the table, then as `package.module:Attribute`, then among the installed entry points
+    of `group`.
+    """
+
+    def __init__(self, kind: str, group: str, table: dict[str, str]) -> None:
+        self.kind, self.group, self.table = kind, group, dict(table)
+
+    def names(self) -> list[str]:
+        return sorted({*self.table, *(point.name for point in entry_points(group=self.group))})
+
+    def load(self, name: str) -> Any:
+        """Return the object registered under `name`.
+
+        Raises:
+            ConfigError: the name is unknown or cannot be imported.
+        """
+        target = self.table.get(name)
+        if target is None and ":" in name:
+            target = name
+        if target is None:
+            for point in entry_points(group=self.group):
+                if point.name == name:
+                    return point.load()
+            close = difflib.get_close_matches(name, self.names(), n=1)
+            hint = f" did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(
+                f"unknown {self.kind} {name!r};{hint} available: {', '.join(self.names())}; "
+                f"your own: 'package.module:Class' or an entry point in {self.group!r}"
+            )
+        module, _, attribute = target.partition(":")
+        try:
+            return getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{self.kind} {name!r} cannot be imported from {target!r}: {error}") from error
+
+
+def check_options(what: str, function: Any, options: dict[str, Any], reserved: int = 0) -> None:
+    """Raise ConfigError if `function` does not take every keyword of `options`; the first `reserved` are ours."""
+    parameters = list(inspect.signature(function).parameters.values())[reserved:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return
+    allowed = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    for key in options:
+        if key not in allowed:
+            close = difflib.get_close_matches(key, allowed, n=1)
+            hint = f" did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{what} has no option {key!r};{hint} available: {', '.join(allowed) or 'none'}")
+
+
+DRAFTERS = Registry(
+    "drafter",
+    "specdec.drafters",
+    {
+        "none": "specdec.drafters.none:NoneDrafter",
+        "ngram": "specdec.drafters.ngram:NgramDrafter",
+        "draft_model": "specdec.drafters.draft_model:DraftModelDrafter",
+        "self_int8": "specdec.drafters.self_int8:SelfInt8Drafter",
+        "oracle": "specdec.drafters.testing:OracleDrafter",
+        "adversary": "specdec.drafters.testing:AdversaryDrafter",
+        "scripted": "specdec.drafters.testing:ScriptedDrafter",
+        "random": "specdec.drafters.testing:RandomDrafter",
+    },
+)
+VERIFIERS = Registry(
+    "verifier",
+    "specdec.verifiers",
+    {
+        "match": "specdec.verifiers.match:MatchVerifier",
+        "rejection": "specdec.verifiers.rejection:RejectionVerifier",
+    },
+)

@@ -1,0 +1,82 @@
+"""The target's distributions at the nodes of a step's trees, as verifiers ask for them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from specdec.errors import ModelOutputError
+from specdec.interfaces import TokenTree
+from specdec.request import Request
+from specdec.sampling import apply_processors, probabilities
+from specdec.tree import path_to
+
+
+class StepRows:
+    """Logits of every node of every request, with the requests' own sampling applied when asked.
+
+    Args:
+        logits: [R, V]; node i of request b is row first_row[b] + i.
+        first_row: [B] int64.
+        requests: B requests.
+        tree: their trees, for the token paths that processors see.
+    """
+
+    def __init__(self, logits: Tensor, first_row: Tensor, requests: Sequence[Request], tree: TokenTree) -> None:
+        self._logits, self._first, self._requests, self._tree = logits, first_row, requests, tree
+        self._best: tuple[Tensor, Tensor] | None = None  # largest logit and its token, all rows
+
+    def select(self, rows: Tensor, tree: TokenTree) -> StepRows:
+        """Return the view of a sub-batch `rows` [L] with its sub-tree."""
+        chosen = StepRows(self._logits, self._first[rows], [self._requests[i] for i in rows.tolist()], tree)
+        chosen._best = self._best
+        return chosen
+
+    def probs(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        """Return [L, V] float32; see `TargetRows`."""
+        logits = self._processed(rows, nodes)
+        self._refuse_nan(logits.amax(dim=-1), rows)
+        return probabilities(logits, [self._requests[i].sampling for i in rows.tolist()])
+
+    def top(self, rows: Tensor, nodes: Tensor) -> Tensor | None:
+        """Return [L] int64 argmax tokens if all are greedy; see `TargetRows`."""
+        sampling = [self._requests[i].sampling for i in rows.tolist()]
+        if not all(s.greedy for s in sampling):
+            return None
+        if any(s.processors for s in sampling):
+            values, tokens = self._processed(rows, nodes).max(dim=-1)
+        else:
+            if self._best is None:
+                # float32, as transformers casts before its argmax: ties must fall the same way.
+                self._best = tuple(self._logits.to(torch.float32).max(dim=-1))  # type: ignore[assignment]
+            index = self._first[rows] + nodes
+            values, tokens = self._best[0][index], self._best[1][index]  # type: ignore[index]
+        self._refuse_nan(values, rows)
+        return tokens
+
+    def _processed(self, rows: Tensor, nodes: Tensor) -> Tensor:
+        logits = self._logits[self._first[rows] + nodes]
+        if not any(self._requests[i].sampling.processors for i in rows.tolist()):
+            return logits
+        result = logits.to(torch.float32)
+        for i, (row, node) in enumerate(zip(rows.tolist(), nodes.tolist(), strict=True)):
+            request = self._requests[row]
+            if request.sampling.processors:
+                path = path_to(self._tree.parents[row], node)
+                ids = torch.tensor([request.tokens], dtype=torch.int64, device=logits.device)
+                ids = torch.cat([ids, self._tree.token_ids[row, path][None]], dim=1)
+                result[i] = apply_processors(logits[i : i + 1], ids, request.sampling.processors)[0]
+        return result
+
+    def _refuse_nan(self, largest: Tensor, rows: Tensor) -> None:
+        bad = largest.isnan() | largest.isneginf()
+        if bool(bad.any()):
+            index = int(rows[bad.nonzero()[0, 0]])
+            raise ModelOutputError(
+                f"request {self._requests[index].request_id}: the target's logits are "
+                f"{'NaN' if bool(largest.isnan().any()) else '-inf for every token'} after "
+                f"{len(self._requests[index].tokens)} tokens, so no token can be chosen; check the weights, the dtype "
+                "(float16 overflows in some models) and the logits processors"
+            )
