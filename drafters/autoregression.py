@@ -31,7 +31,12 @@ def draw(logits: Tensor, requests: Sequence[DraftRequest], rows: list[int], dept
         return logits.to(torch.float32).argmax(dim=-1), None
     probs = probabilities(logits, sampling)
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
-    return noise.choose(probs, NoiseKey(index, depth + 1, Stream.DRAFT)), probs
+    weights = probs
+    broken = probs.sum(dim=-1).isnan()
+    if bool(broken.any()):
+        # Nothing can be drawn from NaN. The NaN row stays with the token, so the engine drops and counts the draft.
+        weights = probs.masked_fill(broken[:, None], 1.0)
+    return noise.choose(weights, NoiseKey(index, depth + 1, Stream.DRAFT)), probs
 
 
 def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance, vocab_size: int) -> TokenTree:

@@ -10,18 +10,34 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.engine import Engine, EngineConfig, VerifierChoice
+from specdec.acceptance import VerifierChoice
+from specdec.engine import Engine, EngineConfig
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, DrafterContext, SamplingParams, Verifier
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.generation import eos_token_ids, resolve
 from specdec.models.loading import load_model
+from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
+from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
 from specdec.noise import fold_seed
 from specdec.registry import DRAFTERS, VERIFIERS, check_options
 from specdec.request import Request, StopRules
 from specdec.sampling import check_sampling
 from specdec.stats import RequestStats
+
+__all__ = [
+    "LLM",
+    "Completion",
+    "build_drafter",
+    "build_verifiers",
+    "cpu_name",
+    "generate",
+    "measure_step_times",
+    "read_bandwidth_bytes_per_s",
+    "run",
+    "weight_bytes_per_step",
+]
 
 
 @dataclass(frozen=True, slots=True)

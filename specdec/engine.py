@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
 
+from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
 from specdec.errors import ConfigError, InputError, OutOfCacheError
 from specdec.interfaces import (
     Drafter,
@@ -24,8 +24,6 @@ from specdec.interfaces import (
     SamplingParams,
     Segment,
     TokenTree,
-    Verifier,
-    VerifyResult,
     empty_tree,
 )
 from specdec.models.runner import ModelRunner
@@ -35,7 +33,7 @@ from specdec.sampling import check_sampling
 from specdec.scheduler import Scheduler, Work
 from specdec.stats import EngineStats
 from specdec.target_rows import StepRows
-from specdec.tree import check_tree, drop_drafts, is_chain, pad_tree, select
+from specdec.tree import check_tree, drop_drafts, is_chain, move, pad_tree, select
 
 log = logging.getLogger("specdec")
 _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
@@ -54,37 +52,6 @@ class EngineConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
-
-
-@dataclass(frozen=True, slots=True)
-class VerifierChoice:
-    """Which acceptance rule a request gets.
-
-    `auto` is `match` when greedy, when a seed is given or when the drafter has no probabilities, else `rejection`;
-    a rule chosen by name stands in all three places.
-    """
-
-    greedy: Verifier
-    seeded: Verifier
-    sampled: Verifier
-
-    def of(self, sampling: SamplingParams, drafter_samples: bool) -> Verifier:
-        if sampling.greedy:
-            return self.greedy
-        return self.seeded if sampling.seed is not None or not drafter_samples else self.sampled
-
-
-@dataclass(slots=True)
-class _Verdict:
-    """What the step gives one request."""
-
-    kept: Tensor  # offsets of its rows whose KV stays
-    tokens: list[int]
-    finish_reason: str | None = None
-    path: Tensor | None = None
-    num_accepted: int = 0
-    drafted: int = 0
-    depth: int = 0
 
 
 @dataclass(slots=True)
@@ -276,7 +243,10 @@ class Engine:
                 for r in requests:
                     self.target.cache.rewind(r.request_id)
         reasons = check_tree(tree, requests, self.target.vocab_size)
+        if not self.target.supports_trees:
+            reasons = [reason or _tree_fault(tree, i) for i, reason in enumerate(reasons)]
         bad = [i for i, reason in enumerate(reasons) if reason is not None]
+        tree = move(tree, self.target.device)
         if not bad:
             return tree
         for i in bad:
@@ -312,48 +282,25 @@ class Engine:
             b += 1
         return self.target.forward(segments, self.drafter.features)
 
-    def _verify(self, work: Sequence[Work], tree: TokenTree, noise: Noise, forward: Forward) -> list[_Verdict]:
+    def _verify(self, work: Sequence[Work], tree: TokenTree, noise: Noise, forward: Forward) -> list[Verdict]:
         """Return one verdict per work item; requests under the same acceptance rule are verified together."""
         sampling = [w.request for w in work if w.samples]
         first = torch.cumsum(tree.num_nodes, 0) - tree.num_nodes
         rows = StepRows(forward.logits, first, sampling, tree)
-        results: list[tuple[list[int], int]] = [([], 0)] * len(sampling)
-        groups: dict[int, tuple[Verifier, list[int]]] = {}
-        for i, request in enumerate(sampling):
-            verifier = self.verifiers.of(request.sampling, self.drafter.samples and tree.draft_probs is not None)
-            groups.setdefault(id(verifier), (verifier, []))[1].append(i)
-        for verifier, members in groups.values():
-            result = self._verify_group(verifier, members, sampling, tree, rows, noise)
-            paths, counts = result.path.tolist(), result.num_accepted.tolist()
-            for i, path, count, token in zip(members, paths, counts, result.next_token_ids.tolist(), strict=True):
-                results[i] = (path[:count], token)
-        verdicts: list[_Verdict] = []
-        token_ids, parents, sizes = tree.token_ids.tolist(), tree.parents.tolist(), tree.num_nodes.tolist()
-        answers = iter(zip(results, token_ids, parents, sizes, strict=True))
-        for w in work:
-            if not w.samples:
-                verdicts.append(_Verdict(torch.arange(w.num_rows), []))
-                continue
-            (path, token), ids, above, n = next(answers)
-            verdicts.append(_judge(w, w.request, path, token, ids[:n], above[:n]))
-        return verdicts
+        with_probs = self.drafter.samples and tree.draft_probs is not None
+        paths: list[tuple[list[int], int]] = [([], 0)] * len(sampling)
+        for verifier, members in self.verifiers.groups([r.sampling for r in sampling], with_probs):
+            if len(members) == len(sampling):
+                result = verifier.verify(tree, rows, noise)
+            else:
+                index = torch.tensor(members, dtype=torch.int64, device=tree.token_ids.device)
+                part = select(tree, index)
+                result = verifier.verify(part, rows.select(index, part), self._noise([sampling[i] for i in members]))
+            for i, answer in zip(members, accepted_paths(result), strict=True):
+                paths[i] = answer
+        return judge(work, paths, tree)
 
-    def _verify_group(
-        self,
-        verifier: Verifier,
-        members: list[int],
-        sampling: Sequence[Request],
-        tree: TokenTree,
-        rows: StepRows,
-        noise: Noise,
-    ) -> VerifyResult:
-        if len(members) == len(sampling):
-            return verifier.verify(tree, rows, noise)
-        index = torch.tensor(members, dtype=torch.int64, device=tree.token_ids.device)
-        part = select(tree, index)
-        return verifier.verify(part, rows.select(index, part), self._noise([sampling[i] for i in members]))
-
-    def _commit(self, work: Sequence[Work], verdicts: Sequence[_Verdict]) -> None:
+    def _commit(self, work: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         for w, verdict in zip(work, verdicts, strict=True):
             request = w.request
             self.target.cache.commit(request.request_id, verdict.kept)
@@ -361,7 +308,7 @@ class Engine:
             request.tokens.extend(verdict.tokens)
             request.finish_reason = verdict.finish_reason
 
-    def _observe(self, work: Sequence[Work], verdicts: Sequence[_Verdict], forward: Forward) -> None:
+    def _observe(self, work: Sequence[Work], verdicts: Sequence[Verdict], forward: Forward) -> None:
         seen: list[Observation] = []
         row = 0
         for w, verdict in zip(work, verdicts, strict=True):
@@ -378,7 +325,7 @@ class Engine:
             row += w.num_rows + verdict.drafted
         self.drafter.observe(seen)
 
-    def _count(self, work: Sequence[Work], verdicts: Sequence[_Verdict], clock: _Clock) -> None:
+    def _count(self, work: Sequence[Work], verdicts: Sequence[Verdict], clock: _Clock) -> None:
         now = time.perf_counter()
         total = now - clock.start
         other = total - clock.draft_s - clock.verify_s
@@ -472,24 +419,7 @@ def _scatter(drafted: TokenTree, rows: Sequence[int], roots: TokenTree) -> Token
     return TokenTree(token_ids, parents, num_nodes, drafted.draft_probs, draft_row, drafted.with_replacement)
 
 
-def _judge(
-    work: Work, request: Request, path: list[int], token: int, token_ids: list[int], parents: list[int]
-) -> _Verdict:
-    """Crop a request's accepted path and next token to its first stop, and say which rows stay."""
-    tokens, reason = request.crop([*(token_ids[node] for node in path), token])
-    num_accepted = min(len(path), len(tokens))
-    pending = work.num_rows
-    # P + e - 1 rows: the pending tokens and every emitted token but the last, which becomes pending.
-    kept = [*range(pending), *(pending - 1 + node for node in path[: len(tokens) - 1])]
-    depth = [0] * len(parents)
-    for node in range(1, len(parents)):
-        depth[node] = depth[parents[node]] + 1
-    return _Verdict(
-        torch.tensor(kept, dtype=torch.int64),
-        tokens,
-        reason,
-        torch.tensor(path[:num_accepted], dtype=torch.int64),
-        num_accepted,
-        len(parents) - 1,
-        max(depth),
-    )
+def _tree_fault(tree: TokenTree, row: int) -> str | None:
+    """Return what is wrong with a tree for a target that runs chains only, or None."""
+    chained = is_chain(tree.parents[row, : int(tree.num_nodes[row])])
+    return None if chained else "this target's attention runs chains only, not trees"

@@ -7,7 +7,7 @@ D depth, V the TARGET's vocabulary, R rows, T packed tokens, F features.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any, Protocol, runtime_checkable
 
@@ -191,7 +191,6 @@ class DrafterContext:
     vocab_size: int
     tokenizer: Any | None = None
     load_model: Callable[[Any], tuple[Any, Any]] | None = None  # name, path or model -> (model, tokenizer or None)
-    notes: dict[str, Any] = field(default_factory=dict)
 
 
 def empty_tree(requests: Sequence[DraftRequest], device: torch.device | str = "cpu") -> TokenTree:

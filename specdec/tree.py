@@ -114,6 +114,20 @@ def select(tree: TokenTree, rows: Tensor | Sequence[int]) -> TokenTree:
     )
 
 
+def move(tree: TokenTree, device: torch.device) -> TokenTree:
+    """Return the tree on `device`; a tree that is there already is returned as it is."""
+    if tree.token_ids.device == device:
+        return tree
+    return replace(
+        tree,
+        token_ids=tree.token_ids.to(device),
+        parents=tree.parents.to(device),
+        num_nodes=tree.num_nodes.to(device),
+        draft_probs=None if tree.draft_probs is None else tree.draft_probs.to(device),
+        draft_row=None if tree.draft_row is None else tree.draft_row.to(device),
+    )
+
+
 def drop_drafts(tree: TokenTree, bad_rows: Tensor | Sequence[int]) -> TokenTree:
     """Return the tree with nothing drafted for requests `bad_rows` [L] (indices); the roots stay."""
     bad_rows = torch.as_tensor(bad_rows, dtype=torch.int64, device=tree.token_ids.device)

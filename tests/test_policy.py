@@ -23,7 +23,7 @@ ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import gene
 BASE = {"errors", "interfaces", "registry"}
 CORE = BASE | {"sampling", "noise", "tree", "request", "stats"}
 ROOMS = CORE | {"kv", "models"}
-BELOW_API = ROOMS | {"scheduler", "engine", "stream", "planner", "debug"}
+BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "engine", "stream", "planner", "debug"}
 # A room may always import itself. `eval` and `train` stand in no other room's set: nobody imports them.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -35,8 +35,9 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drafters": ROOMS,
     "verifiers": BASE | {"sampling", "noise", "tree"},
     "scheduler": BASE | {"request", "stats"},
-    "engine": ROOMS | {"scheduler", "target_rows"},
+    "engine": ROOMS | {"scheduler", "target_rows", "acceptance"},
     "target_rows": CORE,
+    "acceptance": CORE | {"scheduler"},
     "stream": CORE,
     "planner": BASE | {"stats"},
     "debug": BELOW_API,

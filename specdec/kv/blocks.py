@@ -35,15 +35,11 @@ class SlotPool:
                 self._used[start] = length
                 return start
         start = self.capacity
-        if self._free and sum(self._free[-1]) == self.capacity:
-            start = self._free[-1][0]
         if self.max_slots is not None and start + length > self.max_slots:
             raise OutOfCacheError(
                 f"the KV cache is full: {length} more tokens asked, {self.num_used} of {self.max_slots} in use; "
                 "raise the memory limit, shorten max_new_tokens or run fewer prompts at once"
             )
-        if start != self.capacity:
-            self._free.pop()
         self.capacity = start + length
         self._used[start] = length
         return start
@@ -58,6 +54,9 @@ class SlotPool:
                 merged[-1] = (merged[-1][0], merged[-1][1] + run[1])
             else:
                 merged.append(run)
+        # Nothing free stays at the end: a run too long for the memory must not be asked for again by the next one.
+        if merged and sum(merged[-1]) == self.capacity:
+            self.capacity = merged.pop()[0]
         self._free = merged
 
     def check_integrity(self) -> None:

@@ -140,15 +140,22 @@ class KVCache:
         sequence.close()
         self._pool.max_slots = self.max_tokens
         start = self._pool.allocate(max_tokens)
+        try:
+            self._copy(sequence.start, start, sequence.context_len)
+        except OutOfCacheError:
+            self._pool.free(start)
+            raise
+        self._pool.free(sequence.start)
+        sequence.start, sequence.max_tokens = start, max_tokens
+
+    def _copy(self, source: int, target: int, length: int) -> None:
+        """Copy `length` slots from `source` to `target`, in a storage that is grown where `target` needs it."""
         with torch.inference_mode():
             for store in (self._keys, self._values):
                 for layer, tensor in store.items():
                     if tensor.shape[0] < self._pool.capacity:
                         store[layer] = tensor = self._resized(tensor, layer)
-                    run = tensor[sequence.start : sequence.start + sequence.context_len]
-                    tensor[start : start + sequence.context_len] = run.clone()
-        self._pool.free(sequence.start)
-        sequence.start, sequence.max_tokens = start, max_tokens
+                    tensor[target : target + length] = tensor[source : source + length].clone()
 
     def release(self, request_id: int) -> None:
         """Free all of a request's slots; unknown requests are ignored."""

@@ -112,6 +112,7 @@ def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> t
             "the lean forward differs from %s by %.2g; not used", type(clone).__name__, compare(program, reference)
         )
         factory = _kernel_factory(clone, config)
+    attention = getattr(clone.config, "_attn_implementation", None)
     # The runner keeps `clone` as it is, for further copies; this one gets our attention and kernels.
     clone = clone_sharing_parameters(clone)
     hosted = HostedProgram(clone)
@@ -120,6 +121,11 @@ def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> t
         raise UnsupportedModelError(
             f"{type(clone).__name__} over specdec's KV cache differs from its own forward by "
             f"{compare(hosted, reference, trees=False):.2g} of the largest logit; it cannot be run exactly"
+            + (
+                f", at least not as loaded: {attention!r} may leave out what 'eager' does"
+                if attention == "sdpa"
+                else ""
+            )
         )
     if factory is not None:
         _replace_linears(clone, factory)

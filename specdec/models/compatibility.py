@@ -47,7 +47,12 @@ def _rope_types(config: Any) -> set[str]:
 
 
 def refuse_unsupported(model: Any) -> None:
-    """Raise UnsupportedModelError if `unsupported_feature` finds one."""
+    """Raise UnsupportedModelError if `unsupported_feature` finds one, or if this is no causal LM at all."""
+    if not (hasattr(model, "can_generate") and hasattr(model, "config") and model.can_generate()):
+        raise UnsupportedModelError(
+            f"{type(model).__name__} is not a transformers model that generates; pass one with a language modelling "
+            "head, such as AutoModelForCausalLM gives"
+        )
     feature = unsupported_feature(model)
     if feature is not None:
         raise UnsupportedModelError(

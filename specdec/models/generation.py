@@ -19,6 +19,7 @@ from transformers import (
 
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import SamplingParams
+from specdec.models.compatibility import refuse_unsupported
 from specdec.request import StopRules
 
 # Options of generate() that change what is computed and that this engine does not do, with what to do instead.
@@ -95,7 +96,9 @@ def resolve(
     Raises:
         ConfigError: an option is unknown or refused.
         InputError: the prompts do not fit.
+        UnsupportedModelError: the model cannot run here, which is said before its options are.
     """
+    refuse_unsupported(model)
     given = {k: v for k, v in kwargs.items() if v is not None}
     _refuse(given)
     prefix_function = given.pop("prefix_allowed_tokens_fn", None)

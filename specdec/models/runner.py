@@ -82,7 +82,7 @@ class ModelRunner:
                 token_ids = segments[0].token_ids
                 rows = segments[0].logit_rows
             else:
-                token_ids = torch.cat([s.token_ids for s in segments])
+                token_ids = torch.cat([s.token_ids.to(self.device) for s in segments])
                 rows = torch.cat([s.logit_rows + p.first_row for s, p in zip(segments, plan.segments, strict=True)])
             wanted = None if rows.shape[0] == token_ids.shape[0] else rows.to(self.device)
             logits, taken = self.program(self.cache, plan, token_ids.to(self.device), wanted, features)

@@ -183,26 +183,31 @@ def test_fault_03_residual_lost_to_rounding() -> None:
 
 
 def test_fault_03_many_siblings_do_not_underflow() -> None:
-    vocab_size = 300
-    target = torch.zeros(1, vocab_size)
-    target[0, -1] = 1.0
-    draft = torch.full((1, vocab_size), 1e-30)
-    draft[0, -1] = 1.0
-    trees = [(torch.arange(vocab_size - 1), torch.tensor([-1] + [0] * (vocab_size - 2)))]
-    for replacement in (True, False):
-        tree = stack_trees(trees, draft, [[0] + [-1] * (vocab_size - 2)], with_replacement=replacement)
-        contexts = torch.zeros_like(tree.token_ids)
-        result = RejectionVerifier().verify(tree, TableTarget(target, contexts), uniform_ends(low=False))
-        assert result.next_token_ids.tolist() == [vocab_size - 1]
+    """Without replacement the draft's mass falls to 2**-75 after the first of twenty refused siblings."""
+    num_siblings, tiny = 20, Fraction(1, 2**80)
+    target = [Fraction(1, 2), Fraction(1, 2)] + [Fraction(0)] * num_siblings
+    draft = [tiny / 64, Fraction(0), Fraction(1)] + [tiny] * (num_siblings - 1)
+    siblings = range(2, 2 + num_siblings)
+    tree = stack_trees([([0, *siblings], [-1] + [0] * num_siblings)], as_tensor([draft]), [[0] + [-1] * num_siblings])
+    noise = ScriptedNoise([()])
+    result = RejectionVerifier().verify(tree, TableTarget(as_tensor([target]), torch.zeros_like(tree.token_ids)), noise)
+    for token in siblings:
+        left = [max(Fraction(0), p / sum(target) - q / sum(draft)) for p, q in zip(target, draft, strict=True)]
+        target, draft = left, [Fraction(0) if i == token else q for i, q in enumerate(draft)]
+    assert result.num_accepted.tolist() == [0]
+    assert result.next_token_ids.tolist() == [0]
+    assert float(noise.probs[0]) == pytest.approx(float(target[0] / sum(target)), rel=1e-9)
 
 
 def test_a_child_the_draft_cannot_draw_is_passed_over() -> None:
     """It says nothing about the draft, so it is refused and leaves the target's distribution as it is."""
-    model = EDGES["equal"]
-    trees = drafts(model, 0, [1], lambda row, n: [((3,), Fraction(1))])
-    assert step_law(RejectionVerifier(), model, trees, replacement=False).blocks == {
-        (token,): prob for token, prob in enumerate(SKEWED) if prob
-    }
+    draft = [Fraction(1, 2), Fraction(1, 2), Fraction(0), Fraction(0)]
+    model = Model([SKEWED] * 4, [draft] * 4)
+    for token in (2, 3):  # the target can say 2
+        trees = drafts(model, 0, [1], lambda row, n, token=token: [((token,), Fraction(1))])
+        assert step_law(RejectionVerifier(), model, trees, replacement=False).blocks == {
+            (token,): prob for token, prob in enumerate(SKEWED) if prob
+        }
 
 
 def test_fault_05_acceptance_is_the_overlap_of_both_distributions() -> None:

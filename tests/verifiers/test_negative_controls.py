@@ -46,9 +46,9 @@ from tests.verifiers.enumeration import (
 class LoopVerifier:
     """Recursive rejection sampling over one row at a time."""
 
-    residual_is_target: bool = False  # A.10 (a)
-    renormalises_draft: bool = True  # A.10 (d)
-    ratio_inverted: bool = False  # fault 5
+    residual_is_target: bool = False
+    renormalises_draft: bool = True
+    ratio_inverted: bool = False
 
     name = "loop"
     lossless = True
@@ -170,12 +170,12 @@ def stop_after_unlikely_token(model: Model, tree: Draft) -> Draft:
 
 RIGHT = RejectionVerifier()
 MISTAKES = {
-    "a: residual is p": Setting(LoopVerifier(residual_is_target=True), [1, 1], with_replacement, False),
-    "b: q without the warping it was drawn with": Setting(RIGHT, [1, 1], with_replacement, False, draft=top_two),
-    "c: ratio on top-k children": Setting(RIGHT, [2], most_likely, False),
-    "c: ratio on top-k children, two deep": Setting(RIGHT, [2, 1], most_likely, True),
-    "d: q not renormalised": Setting(LoopVerifier(renormalises_draft=False), [2], without_replacement, False),
-    "e: rule with replacement on children without": Setting(RIGHT, [2], without_replacement, True),
+    "residual is p": Setting(LoopVerifier(residual_is_target=True), [1, 1], with_replacement, False),
+    "q without the warping it was drawn with": Setting(RIGHT, [1, 1], with_replacement, False, draft=top_two),
+    "ratio on top-k children": Setting(RIGHT, [2], most_likely, False),
+    "ratio on top-k children, two deep": Setting(RIGHT, [2, 1], most_likely, True),
+    "q not renormalised": Setting(LoopVerifier(renormalises_draft=False), [2], without_replacement, False),
+    "rule with replacement on children without": Setting(RIGHT, [2], without_replacement, True),
     "fault 5: ratio inverted": Setting(LoopVerifier(ratio_inverted=True), [1], with_replacement, False),
     "unlikely last token dropped": Setting(RIGHT, [1, 1], with_replacement, False, edit=drop_unlikely_token),
 }

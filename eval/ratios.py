@@ -1,0 +1,39 @@
+"""Ratios of paired samples: the median over prompts with a bootstrap interval."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from specdec.eval.timing import Sample
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """A median of per-prompt ratios and its 95 % bootstrap interval over prompts."""
+
+    median: float
+    low: float
+    high: float
+    per_prompt: list[float]
+
+
+def speedup(baseline: Sequence[Sample], variant: Sequence[Sample], time_of: Callable[[Sample], float]) -> Ratio:
+    """Return baseline time over variant time per token: each prompt's is the median over its repeats."""
+    pairs: dict[int, list[float]] = {}
+    for a, b in zip(baseline, variant, strict=True):
+        assert (a.prompt, a.repeat) == (b.prompt, b.repeat), "samples are paired by prompt and repeat"
+        pairs.setdefault(a.prompt, []).append((time_of(a) / a.num_tokens) / (time_of(b) / b.num_tokens))
+    per_prompt = [statistics.median(values) for values in pairs.values()]
+    low, high = bootstrap_interval(per_prompt)
+    return Ratio(statistics.median(per_prompt), low, high, per_prompt)
+
+
+def bootstrap_interval(values: Sequence[float], level: float = 0.95, rounds: int = 2000) -> tuple[float, float]:
+    """Return the percentile interval of the median under resampling; seeded, so a report can be made again."""
+    source = random.Random(0)
+    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(rounds))
+    cut = int((1 - level) / 2 * rounds)
+    return medians[cut], medians[rounds - 1 - cut]

@@ -1,0 +1,115 @@
+"""What this machine and a runner do per second: read bandwidth, and t(M), the time of a forward of M rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from specdec.interfaces import Segment
+from specdec.models.matmul import can_prepack, prepack, prepacked_linear
+from specdec.models.runner import ModelRunner
+
+_BYTES = 512 * 2**20  # far beyond any last-level cache
+_REQUEST_ID = -2
+
+
+def _best_s(call: Callable[[], object], repeats: int = 7) -> float:
+    """Return the shortest of several timings: what a machine can do is hidden by noise, never exceeded by it."""
+    call()
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        call()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def read_bandwidth_bytes_per_s() -> float:
+    """Return the fastest of three ways to read 512 MiB once on the CPU: a sum, an integer sum, a one-row product."""
+    values = torch.randn(_BYTES // 4)
+    calls: list[Callable[[], object]] = [
+        values.sum,
+        lambda: values.view(torch.int32).sum(dtype=torch.int32),
+    ]
+    with torch.inference_mode():
+        if can_prepack(values):
+            packed = [prepack(part.view(-1, 1024)) for part in values.chunk(8)]
+            row = torch.randn(1, 1024)
+            calls.append(lambda: [prepacked_linear(row, p, None) for p in packed])
+        return _BYTES / min(_best_s(call) for call in calls)
+
+
+def weight_bytes_per_step(model: Any) -> int:
+    """Return the weight bytes one decode step reads; of an untied embedding it reads one row, counted as none."""
+    embedding = model.get_input_embeddings().weight
+    head = model.get_output_embeddings()
+    tied = head is not None and head.weight is embedding
+    parameters = {id(p): p for p in model.parameters() if tied or p is not embedding}
+    return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def measure_step_times(
+    runner: ModelRunner, model: Any = None, *, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), context: int = 128
+) -> list[dict[str, float]]:
+    """Return t(M): median seconds of a forward of M rows after `context` tokens, for each M.
+
+    Args:
+        runner: whose forward is timed.
+        model: a transformers model whose own forward with its own cache is timed in turn with it, if given.
+        rows: the Ms.
+        context: committed tokens before the forward.
+
+    Returns:
+        One {"rows", "runner_s", "transformers_s"} per M.
+    """
+    ids = torch.arange(context + max(rows)) % runner.vocab_size
+    cache = runner.cache
+    cache.open(_REQUEST_ID, context + max(rows))
+    try:
+        cache.reserve(_REQUEST_ID, context)
+        runner.forward([Segment(_REQUEST_ID, ids[:context], None, torch.arange(1))])
+        cache.commit(_REQUEST_ID, torch.arange(context))
+        table = []
+        for m in rows:
+            segment = Segment(_REQUEST_ID, ids[context : context + m], None, torch.arange(m))
+
+            def ours(segment: Segment = segment, m: int = m) -> None:
+                cache.reserve(_REQUEST_ID, m)
+                runner.forward([segment])
+
+            calls: dict[str, Callable[[], object]] = {"runner_s": ours}
+            if model is not None:
+                calls["transformers_s"] = _transformers_call(model, ids, context, m)
+            table.append({"rows": float(m), **_median_in_turn(calls)})
+        return table
+    finally:
+        cache.release(_REQUEST_ID)
+
+
+def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> Callable[[], object]:
+    from transformers import DynamicCache
+
+    past = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids=ids[None, :context], past_key_values=past, use_cache=True)
+
+    def call() -> None:
+        with torch.inference_mode():
+            model(input_ids=ids[None, context : context + m], past_key_values=past, use_cache=True)
+        past.crop(-m)
+
+    return call
+
+
+def _median_in_turn(calls: dict[str, Callable[[], object]], repeats: int = 11) -> dict[str, float]:
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for repeat in range(repeats + 2):
+        for name, call in calls.items():
+            start = time.perf_counter()
+            call()
+            if repeat >= 2:
+                times[name].append(time.perf_counter() - start)
+    return {name: sorted(values)[len(values) // 2] for name, values in times.items()}

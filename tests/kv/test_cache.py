@@ -1,0 +1,413 @@
+"""Whatever happens to a cache, what is committed equals a fresh prefill of the committed tokens."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.errors import OutOfCacheError
+from specdec.interfaces import Segment
+from specdec.kv.cache import KVCache
+from specdec.kv.plan import MaskPattern, sliding_window
+from specdec.models.runner import ModelRunner
+from tests.decoding import add, assert_fresh_kv, drain, engine_of, private_runner
+from tests.models.architectures import model_of, named
+
+NONE = torch.tensor([], dtype=torch.int64)
+
+
+class Sequence:
+    """What a request should be: committed tokens, and the rows of its open reservation."""
+
+    def __init__(self, max_tokens: int) -> None:
+        self.max_tokens = max_tokens
+        self.tokens: list[int] = []
+        self.reserved = 0
+        self.rows: list[tuple[int, int]] = []  # (token, parent row or -1)
+
+    def path_to(self, row: int) -> list[int]:
+        path = []
+        while row >= 0:
+            path.append(row)
+            row = self.rows[row][1]
+        return path[::-1]
+
+
+class Driver:
+    """Random operations on one cache with several requests, and what they should have done."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.runner = private_runner(model_of(named("llama")))
+        self.cache = self.runner.cache
+        self.sequences: dict[int, Sequence] = {}
+        self.counts: Counter[str] = Counter()
+
+    def run(self, num_operations: int) -> None:
+        weights = {
+            self.open: 2, self.release: 1, self.reserve: 5, self.forward: 9, self.rewind: 1, self.commit: 5,
+            self.extend: 1, self.restore: 1,
+        }  # fmt: skip
+        for operation in self.random.choices(list(weights), list(weights.values()), k=num_operations):
+            if len(self.sequences) < 2:
+                operation = self.open
+            operation()
+            self.counts[operation.__name__] += 1
+            self.check()
+
+    def check(self) -> None:
+        self.cache.check_integrity()
+        for request_id, s in self.sequences.items():
+            assert self.cache.context_len(request_id) == len(s.tokens)
+            assert self.cache.room(request_id) == s.max_tokens - len(s.tokens)
+            assert_fresh_kv(self.runner, request_id, s.tokens)
+
+    def pick(self) -> tuple[int, Sequence]:
+        return self.random.choice(list(self.sequences.items()))
+
+    def open(self) -> None:
+        if len(self.sequences) < 4:
+            request_id = max(self.sequences, default=0) + 1
+            self.sequences[request_id] = Sequence(self.random.randint(1, 40))
+            self.cache.open(request_id, self.sequences[request_id].max_tokens)
+
+    def release(self) -> None:
+        request_id, _ = self.pick()
+        self.cache.release(request_id)
+        self.cache.release(request_id)  # again changes nothing
+        del self.sequences[request_id]
+
+    def reserve(self) -> None:
+        request_id, s = self.pick()
+        n = self.random.randint(0, 12)
+        if len(s.tokens) + n > s.max_tokens:
+            with pytest.raises(OutOfCacheError, match=f"holds {len(s.tokens)} tokens of {s.max_tokens}"):
+                self.cache.reserve(request_id, n)
+            return
+        self.cache.reserve(request_id, n)
+        s.reserved, s.rows = n, []
+
+    def forward(self) -> None:
+        """One packed forward of one to three requests: chains and trees, also on top of earlier rows."""
+        able = [i for i, s in self.sequences.items() if s.reserved > len(s.rows)]
+        segments = []
+        for request_id in self.random.sample(able, min(len(able), self.random.randint(1, 3))):
+            s = self.sequences[request_id]
+            used = len(s.rows)
+            m = self.random.randint(1, s.reserved - used)
+            ids = [self.random.randrange(64) for _ in range(m)]
+            tree = self.random.random() < 0.6
+            above = [self.random.randint(-1, used + i - 1) if tree else used + i - 1 for i in range(m)]
+            s.rows += zip(ids, above, strict=True)
+            segments.append(Segment(request_id, torch.tensor(ids), torch.tensor(above) if tree else None, NONE))
+            self.counts["trees"] += tree
+        if segments:
+            self.runner.forward(segments)
+
+    def rewind(self) -> None:
+        request_id, s = self.pick()
+        self.cache.rewind(request_id)
+        s.rows = []
+
+    def commit(self) -> None:
+        request_id, s = self.pick()
+        path = s.path_to(self.random.randint(-1, len(s.rows) - 1))
+        self.cache.commit(request_id, torch.tensor(path, dtype=torch.int64))
+        s.tokens += [s.rows[row][0] for row in path]
+        s.reserved, s.rows = 0, []
+        self.counts["moved"] += path != list(range(len(path)))
+
+    def extend(self) -> None:
+        request_id, s = self.pick()
+        s.max_tokens += self.random.randint(0, 20)
+        self.cache.extend(request_id, s.max_tokens)
+        s.reserved, s.rows = 0, []
+
+    def restore(self) -> None:
+        request_id, s = self.pick()
+        del s.tokens[self.random.randint(0, len(s.tokens)) :]
+        self.cache.restore(request_id, len(s.tokens))
+        s.reserved, s.rows = 0, []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_fault_08_contents_equal_a_fresh_prefill_after_any_operations(seed: int) -> None:
+    Driver(seed).run(120)
+
+
+def test_the_operations_are_worth_running() -> None:
+    driver = Driver(0)
+    driver.run(120)
+    assert min(driver.counts[name] for name in ("trees", "moved", "restore", "extend")) >= 3, driver.counts
+
+
+@pytest.mark.parametrize("broken", ["_move", "_copy"])
+def test_a_cache_that_moves_nothing_is_found_out(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, broken, lambda *args: None)
+    with pytest.raises(AssertionError, match="keys of layer"):
+        for seed in range(12):
+            Driver(seed).run(120)
+
+
+class HeldDown:
+    """A cache with two requests, filled by hand: request 0 with `context` tokens, request 1 beside it."""
+
+    def __init__(self, context: int = 3, layers: int = 2, heads: int = 2, key: int = 4, value: int = 4) -> None:
+        self.cache = KVCache()
+        self.generator = torch.Generator().manual_seed(0)
+        self.layers, self.heads, self.key, self.value = layers, heads, key, value
+        self.cache.open(0, 16)
+        self.cache.open(1, 4)
+        self.fill(0, context)
+        self.cache.commit(0, torch.arange(context))
+
+    def fill(self, request_id: int, rows: int, parents: list[int] | None = None) -> None:
+        self.cache.reserve(request_id, rows)
+        tree = None if parents is None else torch.tensor(parents)
+        plan = self.cache.plan([Segment(request_id, torch.zeros(rows, dtype=torch.int64), tree, NONE)])
+        for layer in range(self.layers):
+            q, k = (torch.randn(rows, self.heads, self.key, generator=self.generator) for _ in range(2))
+            v = torch.randn(rows, self.heads, self.value, generator=self.generator)
+            self.cache.attend(plan, layer, q, k, v)
+
+    def contents(self, request_id: int) -> list[Tensor]:
+        return [t for layer in range(self.layers) for t in self.cache.contents(request_id, layer)]
+
+
+def no_move(*args: Any) -> None:
+    raise AssertionError("rows were moved")
+
+
+@pytest.mark.parametrize("kept", [[], [0], [0, 1, 2], [0, 1, 2, 3, 4]], ids=str)
+def test_a_chain_commit_moves_nothing(kept: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldDown()
+    held.fill(0, 5)
+    monkeypatch.setattr(KVCache, "_move", no_move)
+    stores = [*held.cache._keys.values(), *held.cache._values.values()]
+    before = [(t.data_ptr(), t._version, t.clone()) for t in stores]
+    held.cache.commit(0, torch.tensor(kept, dtype=torch.int64))
+    assert held.cache.context_len(0) == 3 + len(kept)
+    for tensor, (pointer, version, copy) in zip(stores, before, strict=True):
+        assert (tensor.data_ptr(), tensor._version) == (pointer, version)
+        assert torch.equal(tensor.nan_to_num(), copy.nan_to_num())
+
+
+def test_the_leftmost_path_of_a_tree_moves_nothing_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    held = HeldDown()
+    held.fill(0, 4, parents=[-1, 0, 1, 0])
+    monkeypatch.setattr(KVCache, "_move", no_move)
+    held.cache.commit(0, torch.tensor([0, 1, 2]))
+
+
+def test_chains_end_to_end_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCache, "_move", no_move)
+    engine = engine_of(model_of(named("llama")), "scripted", {"accept_counts": [0, 2, 4]})
+    requests = [add(engine, [5, 6, 7], 20), add(engine, [9], 12)]
+    drain(engine)
+    assert [len(r.new_tokens) for r in requests] == [20, 12]
+
+
+def test_a_kept_path_is_gathered_and_the_neighbour_is_untouched() -> None:
+    held = HeldDown()
+    held.fill(1, 2)
+    held.cache.commit(1, torch.arange(2))
+    neighbour, earlier = held.contents(1), held.contents(0)
+    held.fill(0, 5, parents=[-1, 0, 0, 1, 2])
+    base = held.cache._sequences[0].start + 3
+    rows = [t[base : base + 5].clone() for t in held.cache._keys.values()]
+    held.cache.commit(0, torch.tensor([0, 2, 4]))
+    for layer, written in enumerate(rows):
+        keys, _ = held.cache.contents(0, layer)
+        assert torch.equal(keys[3:], written[[0, 2, 4]])
+    assert all(torch.equal(t[:3], old) for t, old in zip(held.contents(0), earlier, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(held.contents(1), neighbour, strict=True))
+
+
+@pytest.mark.parametrize("kept", [[1, 0], [0, 0], [5], [-1], [0, 5]], ids=str)
+def test_a_commit_of_rows_that_are_not_there_is_an_error(kept: list[int]) -> None:
+    held = HeldDown()
+    held.fill(0, 5)
+    with pytest.raises(AssertionError, match="kept"):
+        held.cache.commit(0, torch.tensor(kept))
+
+
+def test_more_rows_than_reserved_are_an_error() -> None:
+    held = HeldDown()
+    held.cache.reserve(0, 2)
+    with pytest.raises(AssertionError, match="3 rows do not fit a reservation of 2"):
+        held.cache.plan([Segment(0, torch.zeros(3, dtype=torch.int64), None, NONE)])
+
+
+class TestOutOfCache:
+    """Errors that leave everything as it was."""
+
+    def state(self, held: HeldDown) -> tuple[Any, ...]:
+        pool = held.cache._pool
+        sequences = [
+            (i, s.start, s.max_tokens, s.context_len, s.reserved, s.used) for i, s in held.cache._sequences.items()
+        ]
+        return pool.capacity, dict(pool._used), list(pool._free), sequences
+
+    def test_open(self) -> None:
+        held = HeldDown()
+        held.cache.max_bytes = 25 * held.cache.bytes_per_token
+        before = self.state(held)
+        with pytest.raises(OutOfCacheError, match="6 more tokens asked, 20 of 25 in use"):
+            held.cache.open(2, 6)
+        assert self.state(held) == before
+        held.cache.open(2, 5)
+
+    def test_reserve_keeps_the_open_reservation(self) -> None:
+        held = HeldDown()
+        held.fill(0, 5)
+        before = self.state(held)
+        with pytest.raises(OutOfCacheError, match="holds 3 tokens of 16 and cannot take 14 more"):
+            held.cache.reserve(0, 14)
+        assert self.state(held) == before
+        held.cache.commit(0, torch.arange(5))
+
+    def test_extend(self) -> None:
+        held = HeldDown()
+        held.cache.max_bytes = 30 * held.cache.bytes_per_token
+        before, kept = self.state(held), held.contents(0)
+        with pytest.raises(OutOfCacheError):
+            held.cache.extend(0, 17)
+        assert self.state(held) == before
+        assert all(torch.equal(a, b) for a, b in zip(held.contents(0), kept, strict=True))
+
+    def test_extend_without_memory(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        held = HeldDown()
+        before, kept = self.state(held), held.contents(0)
+
+        def no_memory(*args: Any, **kwargs: Any) -> Tensor:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", no_memory)
+            with pytest.raises(OutOfCacheError, match="no memory for a KV cache of"):
+                held.cache.extend(0, 1000)
+        assert self.state(held) == before
+        held.cache.check_integrity()
+        assert all(torch.equal(a, b) for a, b in zip(held.contents(0), kept, strict=True))
+        held.cache.extend(0, 40)
+        assert all(torch.equal(a, b) for a, b in zip(held.contents(0), kept, strict=True))
+
+    def test_check_fits_names_both_numbers(self) -> None:
+        held = HeldDown()
+        held.cache.max_bytes = 25 * held.cache.bytes_per_token
+        held.cache.check_fits(25)
+        with pytest.raises(OutOfCacheError, match=r"26 tokens \(\d+ bytes\) and the limit of \d+ bytes holds 25"):
+            held.cache.check_fits(26)
+
+
+def test_restore_goes_back_only() -> None:
+    held = HeldDown()
+    with pytest.raises(AssertionError, match="forwards"):
+        held.cache.restore(0, 4)
+    held.fill(0, 5)
+    held.cache.commit(0, torch.arange(5))
+    held.cache.restore(0, 3)
+    assert held.cache.context_len(0) == 3
+    assert held.cache.room(0) == 13
+
+
+def test_integrity_check_can_fail() -> None:
+    held = HeldDown()
+    del held.cache._sequences[1]
+    with pytest.raises(AssertionError, match="slots leak"):
+        held.cache.check_integrity()
+
+
+@pytest.mark.parametrize(("name", "width"), [("llama", 8 + 8), ("qwen3", 12 + 12), ("deepseek_v3", 16 + 12)])
+def test_bytes_per_token(name: str, width: int) -> None:
+    """Two layers; keys and values may have different widths."""
+    model = model_of(named(name))
+    heads = model.config.num_key_value_heads
+    assert private_runner(model).cache.bytes_per_token == 0  # nothing seen yet
+    engine = engine_of(model)
+    assert engine.target.cache.bytes_per_token == 2 * heads * width * 8
+
+
+class TestAttention:
+    """`attend` against the textbook formula."""
+
+    def expected(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        allowed: Tensor,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> Tensor:
+        group = q.shape[1] // k.shape[1]
+        k, v = (t.repeat_interleave(group, dim=1).transpose(0, 1) for t in (k, v))
+        scores = q.transpose(0, 1) @ k.transpose(1, 2) * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        scores = scores.masked_fill(~allowed, -torch.inf)
+        if sinks is not None:
+            scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.shape[1], 1)], dim=-1)
+        weights = scores.softmax(dim=-1)
+        return (weights[..., :-1] if sinks is not None else weights).matmul(v).transpose(0, 1)
+
+    @pytest.mark.parametrize("rows", [1, 5, 40])
+    @pytest.mark.parametrize("kv_heads", [1, 2, 4])
+    @pytest.mark.parametrize("kind", ["plain", "window", "softcap", "sinks", "tree"])
+    def test_all_kinds(self, rows: int, kv_heads: int, kind: str) -> None:
+        generator = torch.Generator().manual_seed(rows)
+        context, heads, key, value = 6, 4, 8, 12
+
+        def draw(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+        k, v = draw(context + rows, kv_heads, key), draw(context + rows, kv_heads, value)
+        q = draw(context + rows, heads, key)
+        cache = KVCache()
+        cache.open(7, 3)  # so that the request does not begin at slot 0
+        cache.open(0, context + rows)
+        parents = [max(-1, i - 1 - i % 3) for i in range(rows)] if kind == "tree" else None
+        pattern: MaskPattern | None = sliding_window(4) if kind == "window" else None
+        options: dict[str, Any] = {"scaling": 0.3, "pattern": pattern}
+        if kind == "softcap":
+            options["softcap"] = 1.5
+        if kind == "sinks":
+            options["sinks"] = draw(heads)
+        got = []
+        for where, tree in ((slice(0, context), None), (slice(context, context + rows), parents)):
+            n = where.stop - where.start
+            cache.reserve(0, n)
+            segment = Segment(0, torch.zeros(n, dtype=torch.int64), None if tree is None else torch.tensor(tree), NONE)
+            got.append(cache.attend(cache.plan([segment]), 0, q[where], k[where], v[where], **options))
+            if where.start == 0:
+                cache.commit(0, torch.arange(n))
+        position = torch.arange(context + rows)
+        allowed = position <= position[:, None]
+        if kind == "window":
+            allowed &= position > position[:, None] - 4
+        if parents is not None:
+            allowed[context:, context:] = torch.eye(rows, dtype=torch.bool)
+            for i, parent in enumerate(parents):
+                if parent >= 0:
+                    allowed[context + i, context:] |= allowed[context + parent, context:]
+        sinks = options.get("sinks")
+        want = self.expected(q, k, v, allowed, 0.3, options.get("softcap"), sinks)
+        torch.testing.assert_close(torch.cat(got), want, rtol=1e-9, atol=1e-9)
+
+    def test_the_default_scale(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        q, k, v = (torch.randn(3, 2, 4, generator=generator, dtype=torch.float64) for _ in range(3))
+        cache = KVCache()
+        cache.open(0, 3)
+        cache.reserve(0, 3)
+        got = cache.attend(cache.plan([Segment(0, torch.zeros(3, dtype=torch.int64), None, NONE)]), 0, q, k, v)
+        position = torch.arange(3)
+        want = self.expected(q, k, v, position <= position[:, None], 1 / math.sqrt(4), None, None)
+        torch.testing.assert_close(got, want)
