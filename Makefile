@@ -2,7 +2,7 @@ PYTHON ?= python3
 PYTEST_ARGS ?=
 MODEL ?= smollm2
 DRAFTER ?= self_int8
-PROMPT ?= List the first ten prime numbers and say why 1 is not one of them.
+PROMPT ?= Explain to a child why the sky is blue.
 
 VENV := .venv
 LOWEST := .venv-lowest

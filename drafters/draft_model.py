@@ -35,6 +35,7 @@ class DraftModelDrafter:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
+        self.weight_bytes = sum(p.numel() * p.element_size() for p in runner.model.parameters())
         self.max_position: int | None = runner.max_positions
         self._history = TokenHistory()
         self._pending: dict[int, int] = {}  # request -> confirmed rows at the head of its open reservation
@@ -98,7 +99,9 @@ class DraftModelDrafter:
 
     def _tail(self, request_id: int) -> Tensor:
         tokens = self._history.of(request_id)
-        return torch.tensor(tokens[self._context_len(request_id) :], dtype=torch.int64)
+        ids = torch.tensor(tokens[self._context_len(request_id) :], dtype=torch.int64)
+        # A target with a wider head may emit ids the draft model has no embedding for; any guess behind one will do.
+        return ids.clamp_max(self._runner.vocab_size - 1)
 
     def _forward(self, rows: Sequence[tuple[int, Tensor]], logits: bool = True) -> Tensor:
         """Append tokens to open reservations; return the logits after each request's last one."""

@@ -15,19 +15,26 @@ def load_texts(config: Any) -> tuple[list[str], int]:
     Raises:
         ConfigError: no such file, or nothing in it can be used.
     """
-    if config.texts is not None:
-        return list(config.texts), 0
-    path = Path(config.path)
-    if not path.is_file():
-        raise ConfigError(f"prompts.path={str(path)!r} is not a file; give a JSON Lines file")
-    from datasets import load_dataset
-
-    rows = load_dataset("json", data_files=str(path.resolve()), split="train")
-    texts = [_text(row, path) for row in rows]
+    texts = _read(config.path) if config.texts is None else list(config.texts)
     short = [t for t in texts if config.max_words is None or len(t.split()) <= config.max_words]
     if not short:
-        raise ConfigError(f"{path} has no prompt of at most {config.max_words} words among its {len(texts)} rows")
+        raise ConfigError(
+            f"{config.path or 'prompts.texts'} has no prompt of at most {config.max_words} words in {len(texts)} rows"
+        )
     return _spread(short, config.limit), len(texts) - len(short)
+
+
+def _read(name: str) -> list[str]:
+    path = Path(name)
+    if not path.is_file():
+        raise ConfigError(f"prompts.path={name!r} is not a file; give a JSON Lines file")
+    from datasets import load_dataset
+
+    try:
+        rows = load_dataset("json", data_files=str(path.resolve()), split="train")
+    except Exception as error:  # datasets raises its own kinds, and those of pandas and pyarrow
+        raise ConfigError(f"prompts.path={name!r} cannot be read as JSON Lines: {error}") from error
+    return [_text(row, path) for row in rows]
 
 
 def _text(row: dict[str, Any], path: Path) -> str:

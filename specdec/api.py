@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,10 +22,13 @@ from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_
 from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
 from specdec.noise import fold_seed
-from specdec.registry import DRAFTERS, VERIFIERS, check_options
+from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
 from specdec.request import Request, StopRules
 from specdec.sampling import check_sampling
 from specdec.stats import RequestStats
+
+log = logging.getLogger("specdec")
+_WARNED: set[str] = set()
 
 __all__ = [
     "LLM",
@@ -36,6 +40,7 @@ __all__ = [
     "measure_step_times",
     "read_bandwidth_bytes_per_s",
     "run",
+    "warn_without_effect",
     "weight_bytes_per_step",
 ]
 
@@ -77,7 +82,9 @@ def build_drafter(
         if options:
             raise ConfigError(f"drafter_options={options!r} go with a drafter's name; this one is built already")
         return drafter
-    options = options or {}
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
     kind = DRAFTERS.load(drafter)
     check_options(f"drafter {drafter!r}", kind.build, options, reserved=1)
     plain = all(isinstance(v, str | int | float | bool | type(None)) for v in options.values())
@@ -95,11 +102,7 @@ def _split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]
     """Return the engine's and the runner's configs from keyword arguments; unknown ones are refused."""
     engine = {f.name for f in fields(EngineConfig)}
     runner = {f.name for f in fields(RunnerConfig)}
-    unknown = next((k for k in options if k not in engine | runner), None)
-    if unknown is not None:
-        close = difflib.get_close_matches(unknown, sorted(engine | runner), n=1)
-        hint = f" did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"unknown option {unknown!r};{hint} available: {', '.join(sorted(engine | runner))}")
+    refuse_unknown("specdec", options, engine | runner)
     return (
         EngineConfig(**{k: v for k, v in options.items() if k in engine}),
         RunnerConfig(**{k: v for k, v in options.items() if k in runner}),
@@ -190,7 +193,8 @@ class LLM:
             InputError: a prompt is empty, too long or of the wrong type; nothing has run.
             ConfigError: an option is unknown or out of range.
         """
-        check_options("LLM.generate", LLM.generate_options, unknown)
+        if unknown:
+            refuse_unknown("LLM.generate", unknown, set(signature(LLM.generate).parameters) - {"self", "unknown"})
         ids = [self._encode(p) for p in _as_list(prompts)]
         if streamer is not None and len(ids) != 1:
             raise ConfigError(f"a streamer takes one prompt, {len(ids)} were given")
@@ -203,27 +207,13 @@ class LLM:
             processors=tuple(logits_processor),
         )
         check_sampling(sampling)
+        warn_without_effect(sampling)
         _check_count("max_new_tokens", max_new_tokens)
         stop = StopRules(
             max_new_tokens=max_new_tokens, eos_token_ids=frozenset() if ignore_eos else eos_token_ids(self.model)
         )
         requests = run(self.engine, [(p, sampling, stop) for p in ids], streamer)
         return [self._completion(request) for request in requests]
-
-    @staticmethod
-    def generate_options(
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        min_p: float = 0.0,
-        seed: int | None = None,
-        ignore_eos: bool = False,
-        logits_processor: Sequence[Any] = (),
-        streamer: Any | None = None,
-    ) -> None:
-        """Name what `generate` and `chat` take."""
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
         """Return the answer to one conversation, through the tokenizer's own chat template.
@@ -262,8 +252,9 @@ class LLM:
             return list(self._need_tokenizer("a text prompt")(prompt).input_ids)
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()
-        if isinstance(prompt, Sequence) and all(isinstance(t, int) for t in prompt):
-            return [int(t) for t in prompt]
+        is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
+        if is_list and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            return list(prompt)
         raise InputError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}")
 
     def _completion(self, request: Request) -> Completion:
@@ -273,13 +264,23 @@ class LLM:
         return Completion(prompt, new, text, request.finish_reason or "abort", request.stats)
 
 
+def warn_without_effect(sampling: SamplingParams) -> None:
+    """Say once which sampling settings do nothing, because temperature 0 is greedy."""
+    default = SamplingParams()
+    names = ("top_k", "top_p", "min_p", "seed")
+    idle = ", ".join(name for name in names if getattr(sampling, name) != getattr(default, name))
+    if sampling.greedy and idle and idle not in _WARNED:
+        _WARNED.add(idle)
+        log.warning("%s: no effect at temperature 0, which is greedy", idle)
+
+
 def _as_list(prompts: Any) -> list[Any]:
     """Return a list of prompts, whether one or several were given."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, Tensor):
         prompts = prompts.tolist()
-    if not isinstance(prompts, Sequence):
+    if not isinstance(prompts, Sequence) or isinstance(prompts, bytes):
         raise InputError(f"prompts is a text, token ids or a list of those, got {type(prompts).__name__}")
     if prompts and all(isinstance(t, int) for t in prompts):
         return [prompts]

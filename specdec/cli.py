@@ -25,7 +25,7 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from specdec import __version__
-from specdec.api import LLM, Completion
+from specdec.api import LLM, Completion, warn_without_effect
 from specdec.engine import EngineConfig
 from specdec.errors import ConfigError, InputError, SpecdecError
 from specdec.interfaces import SamplingParams
@@ -42,7 +42,7 @@ app = typer.Typer(
 )
 
 log = logging.getLogger("specdec")
-_GENERATE = inspect.signature(LLM.generate_options).parameters
+_GENERATE = inspect.signature(LLM.generate).parameters
 _STATS = (
     *("num_prompt_tokens", "prefill_s", "prefill_tokens_per_s", "ttft_s"),
     *("num_emitted_tokens", "decode_s", "decode_tokens_per_s", "tpot_s", "itl_s"),
@@ -112,7 +112,7 @@ def generate(
         options = _parse_options(drafter_option or [])
         is_local = model in BUILTIN_MODELS or Path(model).expanduser().exists()
         with _progress(f"loading {model} with drafter {drafter}", spin=is_local):
-            _warn_without_effect(sampling)
+            warn_without_effect(sampling)
             llm = LLM(
                 model,
                 drafter=drafter,
@@ -230,12 +230,6 @@ def _parse_options(pairs: list[str]) -> dict[str, Any]:
     return options
 
 
-def _warn_without_effect(sampling: SamplingParams) -> None:
-    idle = [name for name in ("top_p", "top_k", "seed") if getattr(sampling, name) != _GENERATE[name].default]
-    if sampling.greedy and idle:
-        log.warning("%s: no effect at temperature 0, which is greedy", ", ".join(idle))
-
-
 def _encode(llm: LLM, text: str, raw: bool) -> list[int]:
     if llm.tokenizer is None:
         raise InputError("the model came without a tokenizer, so there is no text to begin from; use specdec.generate")
@@ -331,6 +325,7 @@ def _report(llm: LLM, model: str, sampling: SamplingParams, prompt: str, done: C
     memory = {
         "weight_bytes": sum(p.numel() * p.element_size() for p in llm.model.parameters()),
         "extra_weight_bytes": target.extra_weight_bytes,
+        "drafter_weight_bytes": getattr(engine.drafter, "weight_bytes", 0),
         "kv_cache_bytes": target.cache.num_bytes,
         "kv_bytes_per_token": target.cache.bytes_per_token,
         "peak_rss_bytes": peak if sys.platform == "darwin" else 1024 * peak,
@@ -366,6 +361,7 @@ def _table(result: dict[str, Any]) -> Table:
         "acceptance_rate": f"{values['num_accepted_tokens']:,} of {values['num_draft_tokens']:,} draft tokens",
         "acceptance_length": "tokens per target forward",
         "extra_weight_bytes": "prepacked copies of weights",
+        "drafter_weight_bytes": "the drafter's own weights",
         "kv_cache_bytes": "allocated",
         "peak_rss_bytes": "whole process",
     }

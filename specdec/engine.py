@@ -9,7 +9,7 @@ import itertools
 import logging
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -100,7 +100,11 @@ class Engine:
         stop = self._check_prompt(prompt_token_ids, stop)
         total = min(len(prompt_token_ids) + stop.max_new_tokens, stop.max_total_tokens or 1 << 62)
         self.target.cache.check_fits(total)
-        seed = draw_seed() if sampling.seed is None else sampling.seed
+        seed = sampling.seed
+        if seed is None:
+            # Greedy output needs no randomness: test drafters get the same one every time, and the caller's global
+            # generator is left alone, as transformers leaves it.
+            seed = 0 if sampling.greedy else draw_seed()
         request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed)
         request.stats.arrival_s = time.perf_counter()
         self._requests[request.request_id] = request
@@ -175,7 +179,7 @@ class Engine:
         self._scheduler.admit(self._try_open)
         work = self._scheduler.schedule()
         if not work:
-            return []
+            return self._emit()
         saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
         told = False
         try:
@@ -236,7 +240,7 @@ class Engine:
         try:
             tree = self.drafter.propose(requests, noise)
         except OutOfCacheError as error:
-            self._warn_once(f"drafter {self.drafter.name!r} has no KV memory left, going on without drafts: {error}")
+            self._warn_once("memory", f"drafter {self.drafter.name!r} has no KV memory left, going on without: {error}")
             return None
         finally:
             if self.drafter.shares_target_kv:
@@ -246,15 +250,19 @@ class Engine:
         if not self.target.supports_trees:
             reasons = [reason or _tree_fault(tree, i) for i, reason in enumerate(reasons)]
         bad = [i for i, reason in enumerate(reasons) if reason is not None]
-        tree = move(tree, self.target.device)
         if not bad:
-            return tree
+            return move(tree, self.target.device)
         for i in bad:
             self._requests[requests[i].request_id].stats.num_rejected_drafts += 1
-        self._warn_once(f"drafter {self.drafter.name!r} proposed an invalid tree, which was dropped: {reasons[bad[0]]}")
+        self._warn_once(
+            "tree", f"drafter {self.drafter.name!r} proposed an invalid tree, which was dropped: {reasons[bad[0]]}"
+        )
         if len(bad) == len(requests):
             return None
-        return drop_drafts(tree, torch.tensor(bad, device=tree.num_nodes.device))
+        tree = drop_drafts(move(tree, self.target.device), bad)
+        # The root of an invalid tree may be invalid itself.
+        roots = torch.tensor([[r.root_token_id] for r in requests], dtype=torch.int64, device=self.target.device)
+        return replace(tree, token_ids=torch.cat([roots, tree.token_ids[:, 1:]], dim=1))
 
     def _forward(self, work: Sequence[Work], tree: TokenTree) -> Forward:
         """Run every request's pending tokens and draft nodes in one packed forward."""
@@ -361,12 +369,12 @@ class Engine:
         """Hand out every token not handed out yet, so that an interrupted step loses none."""
         outputs: list[RequestOutput] = []
         for request in list(self._scheduler.running):
-            new = request.new_tokens[request.num_reported :]
-            if not new:
+            new = request.tokens[request.num_prompt_tokens + request.num_reported :]
+            if not new and request.finish_reason is None:
                 continue
-            request.num_reported += len(new)
             if request.finish_reason is not None:
                 self._retire(request, request.finish_reason)
+            request.num_reported += len(new)
             accepted = request.stats.num_accepted_tokens - request.num_accepted_reported
             request.num_accepted_reported += accepted
             outputs.append(RequestOutput(request.request_id, new, accepted, request.finish_reason))
@@ -396,9 +404,10 @@ class Engine:
                 if request.num_computed:
                     self.drafter.observe([Observation(request.request_id, 0, known)])
 
-    def _warn_once(self, message: str) -> None:
-        if message not in self._warned:
-            self._warned.add(message)
+    def _warn_once(self, kind: str, message: str) -> None:
+        # By kind: a message that names this step's sizes would be a new one at every step.
+        if kind not in self._warned:
+            self._warned.add(kind)
             log.warning("%s", message)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import inspect
+from collections.abc import Callable, Collection, Iterable
 from importlib.metadata import entry_points
 from typing import Any
 
@@ -50,17 +51,26 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} cannot be imported from {target!r}: {error}") from error
 
 
-def check_options(what: str, function: Any, options: dict[str, Any], reserved: int = 0) -> None:
-    """Raise ConfigError if `function` does not take every keyword of `options`; the first `reserved` are ours."""
+def refuse_unknown(what: str, given: Iterable[str], allowed: Iterable[str]) -> None:
+    """Raise ConfigError naming the first of `given` that is not `allowed`, with the nearest that is."""
+    names = sorted(allowed)
+    for key in given:
+        if key not in names:
+            close = difflib.get_close_matches(key, names, n=1)
+            hint = f" did you mean {close[0]!r}?" if close else ""
+            raise ConfigError(f"{what} has no option {key!r};{hint} available: {', '.join(names) or 'none'}")
+
+
+def check_options(what: str, function: Callable[..., Any], options: Collection[str], reserved: int = 0) -> None:
+    """Raise ConfigError unless `options` can be given to `function`; its first `reserved` parameters are ours."""
     parameters = list(inspect.signature(function).parameters.values())[reserved:]
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         return
-    allowed = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    for key in options:
-        if key not in allowed:
-            close = difflib.get_close_matches(key, allowed, n=1)
-            hint = f" did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{what} has no option {key!r};{hint} available: {', '.join(allowed) or 'none'}")
+    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    refuse_unknown(what, options, (p.name for p in named))
+    missing = next((p.name for p in named if p.default is p.empty and p.name not in options), None)
+    if missing is not None:
+        raise ConfigError(f"{what} needs the option {missing!r}")
 
 
 DRAFTERS = Registry(

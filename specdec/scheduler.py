@@ -53,6 +53,8 @@ class Scheduler:
         budget = self.prefill_chunk_tokens
         work: list[Work] = []
         for request in self.running:
+            if request.finish_reason is not None:
+                continue  # the step that ended it was interrupted before it could hand its tokens out
             pending = request.num_pending
             if pending == 1 and request.num_computed >= request.num_prompt_tokens:
                 # The step emits one token beyond the drafts, so the last token is never worth drafting.

@@ -37,7 +37,8 @@ class StepRows:
     def probs(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return [L, V] float32; see `TargetRows`."""
         logits = self._processed(rows, nodes)
-        self._refuse_nan(logits.amax(dim=-1), rows)
+        largest = logits.amax(dim=-1)
+        self._refuse_unusable(largest, largest.isposinf(), rows)
         return probabilities(logits, [self._requests[i].sampling for i in rows.tolist()])
 
     def top(self, rows: Tensor, nodes: Tensor) -> Tensor | None:
@@ -53,7 +54,7 @@ class StepRows:
                 self._best = tuple(self._logits.to(torch.float32).max(dim=-1))  # type: ignore[assignment]
             index = self._first[rows] + nodes
             values, tokens = self._best[0][index], self._best[1][index]  # type: ignore[index]
-        self._refuse_nan(values, rows)
+        self._refuse_unusable(values, torch.zeros_like(values, dtype=torch.bool), rows)
         return tokens
 
     def _processed(self, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -63,20 +64,25 @@ class StepRows:
         result = logits.to(torch.float32)
         for i, (row, node) in enumerate(zip(rows.tolist(), nodes.tolist(), strict=True)):
             request = self._requests[row]
-            if request.sampling.processors:
-                path = path_to(self._tree.parents[row], node)
-                ids = torch.tensor([request.tokens], dtype=torch.int64, device=logits.device)
-                ids = torch.cat([ids, self._tree.token_ids[row, path][None]], dim=1)
-                result[i] = apply_processors(logits[i : i + 1], ids, request.sampling.processors)[0]
+            if not request.sampling.processors:
+                continue
+            path = self._tree.token_ids[row, path_to(self._tree.parents[row], node)]
+            if request.stop.eos_token_ids.intersection(path.tolist()):
+                continue  # never emitted, and processors (a grammar, say) may have no answer behind the end
+            ids = torch.tensor([request.tokens], dtype=torch.int64, device=logits.device)
+            ids = torch.cat([ids, path[None]], dim=1)
+            result[i] = apply_processors(logits[i : i + 1], ids, request.sampling.processors)[0]
         return result
 
-    def _refuse_nan(self, largest: Tensor, rows: Tensor) -> None:
-        bad = largest.isnan() | largest.isneginf()
+    def _refuse_unusable(self, largest: Tensor, overflown: Tensor, rows: Tensor) -> None:
+        """Raise ModelOutputError where the largest logit [L] is NaN or -inf, or `overflown` [L] is set."""
+        bad = largest.isnan() | largest.isneginf() | overflown
         if bool(bad.any()):
-            index = int(rows[bad.nonzero()[0, 0]])
+            first = int(bad.nonzero()[0, 0])
+            index, value = int(rows[first]), float(largest[first])
+            what = "NaN" if value != value else "-inf for every token" if value < 0 else "+inf for some tokens"
             raise ModelOutputError(
-                f"request {self._requests[index].request_id}: the target's logits are "
-                f"{'NaN' if bool(largest.isnan().any()) else '-inf for every token'} after "
+                f"request {self._requests[index].request_id}: the target's logits are {what} after "
                 f"{len(self._requests[index].tokens)} tokens, so no token can be chosen; check the weights, the dtype "
                 "(float16 overflows in some models) and the logits processors"
             )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -258,8 +259,10 @@ def check_tree(tree: TokenTree, requests: Sequence[DraftRequest], vocab_size: in
     return reasons
 
 
-def _shape_fault(tree: TokenTree, batch: int, vocab_size: int) -> str | None:
-    """Return what is wrong with the shapes and dtypes of a tree, which spoils it for every request."""
+def _shape_fault(tree: Any, batch: int, vocab_size: int) -> str | None:
+    """Return what is wrong with the types, shapes and dtypes of a tree, which spoils it for every request."""
+    if not isinstance(tree, TokenTree):
+        return f"it is {type(tree).__name__}, not a TokenTree"
     shape = tuple(tree.token_ids.shape)
     if len(shape) != 2 or shape[0] != batch or shape[1] < 1:
         return f"token_ids has shape {shape}, expected [{batch}, M] with M >= 1"

@@ -25,7 +25,11 @@ def save_tiny_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPL
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token="<|end|>", bos_token="<|start|>", clean_up_tokenization_spaces=False
+        tokenizer_object=backend,
+        bos_token="<|start|>",
+        eos_token="<|end|>",
+        pad_token="<|end|>",
+        clean_up_tokenization_spaces=False,
     )
     tokenizer.chat_template = chat_template
     tokenizer.save_pretrained(folder)

@@ -12,7 +12,7 @@ import psutil
 import torch
 from torch import nn
 
-from specdec.errors import ConfigError, UnsupportedModelError
+from specdec.errors import ConfigError, ModelOutputError, UnsupportedModelError
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
 from specdec.models import lean
@@ -43,8 +43,10 @@ class RunnerConfig:
             raise ConfigError(f"kernels={self.kernels!r}; allowed: 'auto', 'off'")
         for name in ("prepack_limit_bytes", "kv_memory_bytes"):
             value = getattr(self, name)
-            if value is not None and value < 0:
-                raise ConfigError(f"{name}={value} is negative")
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+                raise ConfigError(f"{name}={value!r}; allowed: a number of bytes, an integer >= 0, or None")
+        if not isinstance(self.lean, bool):
+            raise ConfigError(f"lean={self.lean!r}; allowed: True, False")
 
 
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple[RunnerConfig, tuple[int, ...]], ModelRunner]]] = (
@@ -75,8 +77,11 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
     device = next(clone.parameters()).device
     vocab_size = clone.config.get_text_config().vocab_size
     reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
-    if not torch.isfinite(reference.left).all():
-        log.warning("%s gives NaN or infinite logits on a probe of random tokens", type(model).__name__)
+    if bool((reference.left.isnan() | reference.left.isposinf()).any()):  # -inf may stand at padding ids
+        raise ModelOutputError(
+            f"{type(model).__name__}'s own forward gives NaN or infinite logits on a probe of random tokens; check the "
+            "weights and the dtype (float16 overflows in some models)"
+        )
     program, trees, extra = _choose_program(clone, reference, config)
     runner = ModelRunner(
         program,

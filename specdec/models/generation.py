@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from specdec.errors import ConfigError, InputError
 from specdec.interfaces import SamplingParams
 from specdec.models.compatibility import refuse_unsupported
 from specdec.request import StopRules
+from specdec.sampling import check_sampling
 
 # Options of generate() that change what is computed and that this engine does not do, with what to do instead.
 REFUSED = {
@@ -50,6 +52,7 @@ REFUSED = {
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), "guidance_scale": (1, 1.0)}
 # Set and meaningless here: the engine always uses its own cache.
 _WITHOUT_EFFECT = ("use_cache", "cache_implementation", "cache_config", "trust_remote_code")
+_OWN_OPTIONS = ("drafter", "drafter_options", "verifier", "max_draft_tokens", "seed", "tokenizer")
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -103,12 +106,18 @@ def resolve(
     _refuse(given)
     prefix_function = given.pop("prefix_allowed_tokens_fn", None)
     own = copy.deepcopy(generation_config)
-    config, unknown = model._prepare_generation_config(own, **copy.copy(given))
+    try:
+        config, unknown = model._prepare_generation_config(own, **copy.copy(given))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"generate(): {error}") from error
     unknown = {k: v for k, v in unknown.items() if k not in _WITHOUT_EFFECT}
     if unknown:
+        name = next(iter(unknown))
+        close = difflib.get_close_matches(name, [*_OWN_OPTIONS, *GenerationConfig().to_dict()], n=1)
+        hint = f" did you mean {close[0]!r}?" if close else ""
         raise ConfigError(
-            f"generate() has no option {', '.join(map(repr, unknown))}; known are transformers' GenerationConfig "
-            "fields and specdec's own (drafter, drafter_options, verifier, max_draft_tokens, seed, tokenizer)"
+            f"generate() has no option {name!r};{hint} known are transformers' GenerationConfig fields and specdec's "
+            f"own ({', '.join(_OWN_OPTIONS)}, ...)"
         )
     _refuse({name: getattr(config, name, None) for name in REFUSED})
     explicit_length = "max_length" in given or (own is not None and own.max_length is not None)
@@ -121,8 +130,11 @@ def resolve(
     pad = config._pad_token_tensor
     most_new = _max_new_tokens(model, config, width, explicit_length)
     sampling = [
-        _sampling(model, config, len(row), width, most_new, prefix_function, logits_processor, seed) for row in rows
+        _sampling(model, config, len(row), width, most_new, _for_row(prefix_function, i), logits_processor, seed)
+        for i, row in enumerate(rows)
     ]
+    for params in sampling[:1]:
+        check_sampling(params)
     return Resolved(
         prompts=rows,
         sampling=sampling,
@@ -130,6 +142,11 @@ def resolve(
         num_return_sequences=int(config.num_return_sequences or 1),
         pad_token_id=int(pad) if pad is not None else 0,
     )
+
+
+def _for_row(prefix_function: Any, row: int) -> Any:
+    """Return a prefix_allowed_tokens_fn that is told its row: the processor sees one request at a time, as row 0."""
+    return None if prefix_function is None else lambda _, token_ids: prefix_function(row, token_ids)
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -168,11 +185,16 @@ def _unpad(input_ids: Tensor, attention_mask: Tensor | None, config: GenerationC
         eos_set = set(eos if isinstance(eos, list | tuple) else [eos])
         inferable = pad is not None and pad not in eos_set and bool((input_ids == pad).any())
         attention_mask = input_ids != pad if inferable else torch.ones_like(input_ids)
+    if not isinstance(attention_mask, Tensor):
+        raise InputError(f"attention_mask is a [batch, length] tensor, got {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
         raise InputError(
             f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}; "
             "allowed: equal shapes"
         )
+    empty = (attention_mask == 0).all(dim=1).nonzero()
+    if empty.numel() and input_ids.shape[1]:
+        raise InputError(f"row {int(empty[0, 0])} of input_ids is padding only; give it at least one token")
     return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
 
 

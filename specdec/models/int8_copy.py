@@ -36,6 +36,7 @@ Dear Mr. Okafor, thank you for your letter of 12 June; please find the signed co
 """
 
 _PROGRAMS: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+_PROGRAM_BYTES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def int8_copy(runner: ModelRunner, tokenizer: Any | None) -> ModelRunner:
@@ -47,9 +48,10 @@ def int8_copy(runner: ModelRunner, tokenizer: Any | None) -> ModelRunner:
     program = _PROGRAMS.get(runner.program)
     if program is None:
         refuse_unsuited(runner)
-        program = _build(runner, calibration_ids(runner, tokenizer))
+        program, num_bytes = _build(runner, calibration_ids(runner, tokenizer))
         _PROGRAMS[runner.program] = program
-    return runner.sharing_cache(program)
+        _PROGRAM_BYTES[program] = num_bytes
+    return runner.sharing_cache(program, extra_weight_bytes=_PROGRAM_BYTES[program])
 
 
 def refuse_unsuited(runner: ModelRunner) -> None:
@@ -94,15 +96,20 @@ def calibration_ids(runner: ModelRunner, tokenizer: Any | None) -> Tensor:
     return ids
 
 
-def _build(runner: ModelRunner, ids: Tensor) -> Program:
+def _build(runner: ModelRunner, ids: Tensor) -> tuple[Program, int]:
+    """Return the int8 program and the bytes of its weights."""
     model = runner.model
     maxima = activation_maxima(model, lambda: base_forward(model, ids))
 
+    made: list[Int8Linear] = []
+
     def fuse(role: str, linears: Sequence[nn.Linear]) -> Int8Linear:
-        return Int8Linear(linears, maxima[linears[0]])
+        made.append(Int8Linear(linears, maxima[linears[0]]))
+        return made[-1]
 
     if isinstance(runner.program, lean.LeanProgram):
-        return lean.LeanProgram(model, fuse)
+        program: Program = lean.LeanProgram(model, fuse)
+        return program, sum(layer.num_bytes for layer in made)
     clone = clone_sharing_parameters(model)
     originals = dict(model.named_modules())
     for name, parent in list(clone.named_modules()):
@@ -110,5 +117,5 @@ def _build(runner: ModelRunner, ids: Tensor) -> Program:
             original = originals[f"{name}.{child_name}" if name else child_name]
             # A Linear the calibration never reached (an expert nobody chose) stays as it is.
             if type(child) is nn.Linear and original in maxima:
-                setattr(parent, child_name, Int8Linear([child], maxima[original]))
-    return HostedProgram(clone)
+                setattr(parent, child_name, fuse(child_name, [original]))
+    return HostedProgram(clone), sum(layer.num_bytes for layer in made)

@@ -88,15 +88,15 @@ class ModelRunner:
             logits, taken = self.program(self.cache, plan, token_ids.to(self.device), wanted, features)
             return Forward(logits, taken)
 
-    def sharing_cache(self, program: Program) -> ModelRunner:
+    def sharing_cache(self, program: Program, extra_weight_bytes: int = 0) -> ModelRunner:
         """Return a runner of another program (an int8 copy, the first layers) over this runner's cache."""
-        return self._other(program, self.cache)
+        return self._other(program, self.cache, extra_weight_bytes)
 
     def with_own_cache(self) -> ModelRunner:
         """Return a runner of the same program over a new, empty cache."""
         return self._other(self.program, KVCache(max_bytes=self.cache.max_bytes))
 
-    def _other(self, program: Program, cache: KVCache) -> ModelRunner:
+    def _other(self, program: Program, cache: KVCache, extra_weight_bytes: int = 0) -> ModelRunner:
         return ModelRunner(
             program,
             cache,
@@ -105,5 +105,6 @@ class ModelRunner:
             vocab_size=self.vocab_size,
             dtype=self.dtype,
             supports_trees=self.supports_trees,
+            extra_weight_bytes=extra_weight_bytes,
             model=self.model,
         )

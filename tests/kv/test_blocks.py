@@ -24,9 +24,8 @@ def test_runs_tile_the_pool_and_never_overlap(steps: Actions, max_slots: int | N
             before = (pool.capacity, pool.num_used)
             try:
                 start = pool.allocate(number)
-            except OutOfCacheError as error:
+            except OutOfCacheError:
                 assert max_slots is not None
-                assert str(number) in str(error)
                 assert (pool.capacity, pool.num_used) == before
                 taken = {slot for s, n in held.items() for slot in range(s, s + n)}
                 runs = "".join("x" if slot in taken else "." for slot in range(max_slots)).split("x")

@@ -1,0 +1,133 @@
+"""The measuring scripts measure what they say: on samples known by hand and on a tiny model, end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
+
+from specdec import LLM, ConfigError
+from specdec.eval import lossless, rollback, speedup
+from specdec.eval.prompts import load_texts
+from specdec.eval.ratios import bootstrap_interval
+from specdec.eval.ratios import speedup as ratio_of
+from specdec.eval.timing import Sample
+from tests.tiny_chat_model import save_tiny_chat_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+def config(name: str, tiny: Path, *overrides: str) -> Any:
+    with initialize_config_module("specdec.configs", version_base="1.3"):
+        return compose(name, [f"target.name={tiny}", "target.dtype=float64", "prompts.limit=2", *overrides])
+
+
+def sample(prompt: int, repeat: int, tokens: int, decode_s: float) -> Sample:
+    return Sample(prompt, repeat, tokens, 0.0, decode_s, 2 * decode_s)
+
+
+def test_ratio_is_the_median_over_prompts_of_medians_over_repeats() -> None:
+    # prompt 0: ratios 2, 2, 8 -> 2; prompt 1: 3, 5, 4 -> 4; prompt 2: 1, 1, 1 -> 1; the median of 2, 4, 1 is 2
+    times = {0: (2.0, 2.0, 8.0), 1: (3.0, 5.0, 4.0), 2: (1.0, 1.0, 1.0)}
+    base = [sample(p, r, 10, t[r]) for r in range(3) for p, t in times.items()]
+    fast = [sample(p, r, 10, 1.0) for r in range(3) for p in times]
+    result = ratio_of(base, fast, lambda s: s.decode_s)
+    assert result.per_prompt == [2.0, 4.0, 1.0]
+    assert result.median == 2.0
+    assert result.low <= result.median <= result.high
+
+
+def test_ratio_is_per_token_when_counts_differ() -> None:
+    result = ratio_of([sample(0, 0, 20, 2.0)], [sample(0, 0, 10, 0.5)], lambda s: s.decode_s)
+    assert result.median == pytest.approx(2.0)
+
+
+def test_unpaired_samples_are_refused() -> None:
+    with pytest.raises(AssertionError, match="paired"):
+        ratio_of([sample(0, 0, 1, 1.0)], [sample(1, 0, 1, 1.0)], lambda s: s.decode_s)
+
+
+def test_interval_of_equal_values_is_a_point() -> None:
+    assert bootstrap_interval([1.5] * 5) == (1.5, 1.5)
+
+
+def test_prompts_are_spread_over_the_file_and_long_ones_counted(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    rows = [{"question_id": i, "turns": [f"question {i}", "and then?"]} for i in range(10)]
+    rows.append({"question_id": 10, "turns": ["word " * 50]})
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    wanted = OmegaConf.create({"texts": None, "path": str(path), "limit": 5, "max_words": 10})
+    texts, left_out = load_texts(wanted)
+    assert texts == [f"question {i}" for i in (0, 2, 4, 6, 8)]
+    assert left_out == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "is not a file"),
+        ('{"question": "x"}', "neither 'turns' nor 'prompt'"),
+        ('{"prompt": "a b c"}', "at most 2"),
+    ],
+)
+def test_prompt_files_that_do_not_fit(tmp_path: Path, text: str | None, message: str) -> None:
+    path = tmp_path / "p.jsonl"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=message):
+        load_texts(OmegaConf.create({"texts": None, "path": str(path), "limit": None, "max_words": 2}))
+
+
+def test_speedup_end_to_end(tiny: Path) -> None:
+    overrides = ("drafter=oracle", "max_new_tokens=12", "repeats=2", "step_times=false")
+    result = speedup.measure(config("speedup", tiny, *overrides))
+    assert set(result["variants"]) == {"none", "oracle", "transformers"}
+    assert all(same["equal"] == same["of"] == 4 for same in result["identity"].values())
+    oracle = result["variants"]["oracle"]
+    # 11 tokens after prefill's: 5 + 5 + 1, and the last one is never drafted for
+    assert oracle["acceptance_length"] == pytest.approx(11 / 3)
+    assert oracle["acceptance_rate"] == 1.0
+    assert [(s["variant"], s["over"]) for s in result["speedups"]] == [
+        ("oracle", "none"),
+        ("none", "transformers"),
+        ("oracle", "transformers"),
+    ]
+    assert {len(v) for v in result["samples"].values()} == {4}
+    assert result["provenance"]["versions"]["torch"] == torch.__version__
+    json.dumps(result)
+    speedup.show(result)
+
+
+def test_lossless_end_to_end(tiny: Path) -> None:
+    result = lossless.measure(
+        config("lossless", tiny, "drafters=[none,ngram,oracle,random]", "batch_sizes=[1,2]", "max_new_tokens=10")
+    )
+    assert [c["identical"] for c in result["checks"]] == [2] * 8
+    assert lossless.show(result)
+    json.dumps(result)
+
+
+def test_a_wrong_token_is_no_near_tie(tiny: Path) -> None:
+    llm = LLM(str(tiny), dtype="float64")
+    prompt = [5, 6, 7]
+    true = llm.generate(prompt, max_new_tokens=4, ignore_eos=True)[0].token_ids
+    wrong = [*true[:2], (true[2] + 1) % 200 + 2, true[3]]
+    found = lossless.first_divergence(llm, 0, prompt, true, wrong, near_tie=1e-8)
+    assert found is not None
+    assert (found.position, found.is_near_tie) == (2, False)
+    assert found.gap == pytest.approx(found.engine_gap, rel=1e-5)
+    assert lossless.first_divergence(llm, 0, prompt, true, true, near_tie=1e-8) is None
+
+
+def test_rollback_benchmark_runs(tiny: Path) -> None:
+    rows = rollback.measure(LLM(str(tiny)), contexts=(16, 600))
+    assert [row["context"] for row in rows] == [16, 600]
+    assert all(row["commit_us"] > 0 for row in rows)
