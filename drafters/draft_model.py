@@ -43,19 +43,23 @@ class DraftModelDrafter:
 
     @classmethod
     def build(cls, context: DrafterContext, model: Any = None, tokenizer: Any = None, dtype: Any = None) -> Any:
-        """Build from a model object, or a name or path that is loaded.
+        """Build from a model object, or a name or path that is loaded, in `dtype` if given.
 
         Raises:
+            ConfigError: there is no model, or `dtype` is given for one that is loaded already.
             IncompatibleDrafterError: its vocabulary is not the target's.
         """
         if model is None:
             raise ConfigError(
                 "drafter 'draft_model' needs model=: a model object, a hub id, a local directory or a .gguf file"
             )
-        if not hasattr(model, "forward"):
-            if context.load_model is None:
-                raise ConfigError(f"drafter 'draft_model': model={model!r} must be a model object here")
-            model, loaded = context.load_model(model)
+        if hasattr(model, "forward"):
+            if dtype is not None:
+                raise ConfigError(f"drafter 'draft_model': dtype={dtype!r} has no effect on a model that is loaded")
+        elif context.load_model is None:
+            raise ConfigError(f"drafter 'draft_model': model={model!r} must be a model object here")
+        else:
+            model, loaded = context.load_model(model, dtype=dtype)
             tokenizer = tokenizer or loaded
         runner = runner_for(model, RunnerConfig()).with_own_cache()
         check_same_vocabulary(runner.vocab_size, tokenizer, context.vocab_size, context.tokenizer)
@@ -109,8 +113,10 @@ class DraftModelDrafter:
         for request_id, ids in rows:
             wanted = torch.tensor([len(ids) - 1] if logits else [], dtype=torch.int64)
             segments.append(Segment(request_id, ids, None, wanted))
+        result = self._runner.forward(segments).logits
+        for request_id, ids in rows:  # only now: rows of a forward that failed hold no KV in its later layers
             self._rows[request_id] += len(ids)
-        return self._runner.forward(segments).logits
+        return result
 
     def observe(self, seen: Sequence[Observation]) -> None:
         for observation in seen:

@@ -27,6 +27,7 @@ class SelfInt8Drafter:
 
     def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
         self._runner, self._vocab_size = runner, vocab_size
+        self.target_cache = runner.cache
         self.weight_bytes = runner.extra_weight_bytes  # of the int8 copy, beside the target's own
         self.max_position: int | None = runner.max_positions
 

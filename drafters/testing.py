@@ -38,9 +38,10 @@ class _TargetDrafter:
     samples = False
 
     def __init__(self, context: DrafterContext, width: int = 1) -> None:
-        if width < 1:
+        if not isinstance(width, int) or width < 1:
             raise ConfigError(f"width={width}; allowed: at least 1 sibling per depth")
         self._runner, self._vocab_size, self._width = context.runner, context.vocab_size, width
+        self.target_cache = context.runner.cache
 
     def _num_right(self, request: DraftRequest, row: int, depth: int, noise: Noise) -> int:
         """Return how many of `depth` drafted tokens should be accepted."""
@@ -174,22 +175,21 @@ class RandomDrafter:
     def __init__(
         self,
         context: DrafterContext,
-        branching: Sequence[int] | None = None,
+        branching: int | Sequence[int] | None = None,
         with_probs: bool = True,
         with_replacement: bool = False,
     ) -> None:
-        if branching is not None and any(b < 1 or b > context.vocab_size for b in branching):
-            raise ConfigError(
-                f"branching={list(branching)}; allowed: numbers of children from 1 to the vocabulary size"
-            )
-        self._vocab_size, self._branching = context.vocab_size, branching
+        numbers = [branching] if isinstance(branching, int) else branching or []
+        if any(not isinstance(b, int) or not 1 <= b <= context.vocab_size for b in numbers):
+            raise ConfigError(f"branching={branching!r}; allowed: numbers of children from 1 to the vocabulary size")
+        self._vocab_size, self._branching = context.vocab_size, numbers
         self.samples, self._with_replacement = with_probs, with_replacement
 
     @classmethod
     def build(
         cls,
         context: DrafterContext,
-        branching: Sequence[int] | None = None,
+        branching: int | Sequence[int] | None = None,
         with_probs: bool = True,
         with_replacement: bool = False,
     ) -> RandomDrafter:

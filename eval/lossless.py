@@ -45,7 +45,7 @@ class Divergence:
     position: int  # of the new tokens
     expected: int
     got: int
-    gap: float  # best minus second-best logit of the unmodified model
+    gap: float  # best minus second-best logit of the unmodified model, after its generation config's processors
     engine_gap: float  # the same of the engine's own forward, after the same tokens
     is_near_tie: bool
 
@@ -62,21 +62,40 @@ class _TopGap:
 
 def top_gap(logits: torch.Tensor) -> float:
     """Return best minus second-best of logits [V]."""
-    best, second = logits.float().topk(2).values.tolist()
+    best, second = logits.double().topk(2).values.tolist()
     return float(best - second)
+
+
+def next_logits(model: Any, prefix: Sequence[int]) -> torch.Tensor:
+    """Return the logits [V] that transformers' greedy generate() chooses the next token by, processors applied."""
+    ids = torch.tensor([list(prefix)], device=model.device)
+    out = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=1,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+        return_dict_in_generate=True,
+        output_scores=True,
+    )
+    scores: torch.Tensor = out.scores[0][0]
+    return scores.double()
 
 
 def first_divergence(
     llm: LLM, index: int, prompt: Sequence[int], expected: Sequence[int], got: Sequence[int], near_tie: float
 ) -> Divergence | None:
-    """Return where `got` leaves `expected`, with both models' top-2 gaps at that place, or None."""
-    pairs = zip(expected, got, strict=True)
+    """Return where `got` leaves `expected`, with both models' top-2 gaps at that place, or None.
+
+    Answers of unequal length are compared as far as both go.
+    """
+    pairs = zip(expected, got, strict=False)
     position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
     if position is None:
         return None
     prefix = [*prompt, *expected[:position]]
-    with torch.inference_mode():
-        logits = llm.model(input_ids=torch.tensor([prefix], device=llm.model.device)).logits[0, -1].float()
+    logits = next_logits(llm.model, prefix)
     probe = _TopGap()
     llm.generate(prefix, max_new_tokens=1, ignore_eos=True, logits_processor=[probe])
     # How far the tokens taken lie below the best one decides; with three tied tokens they need not be the first two.
@@ -123,16 +142,21 @@ def _check(
     dtype = llm.model.dtype
     near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
     found: list[Divergence] = []
+    unequal: list[dict[str, Any]] = []  # lengths that differ: the engine ends at the context limit
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         done = llm.generate(batch, max_new_tokens=config.max_new_tokens, ignore_eos=True)
         for i, completion in enumerate(done, start):
-            divergence = first_divergence(llm, i, prompts[i], expected[i], completion.token_ids, near_tie)
+            got = completion.token_ids
+            divergence = first_divergence(llm, i, prompts[i], expected[i], got, near_tie)
             if divergence is not None:
                 found.append(divergence)
+            if len(got) != len(expected[i]):
+                at_limit = len(prompts[i]) + len(got) == llm.engine.target.max_positions
+                unequal.append({"prompt": i, "expected": len(expected[i]), "got": len(got), "at_limit": at_limit})
     # In half precision near-ties are common and say nothing; each is still reported.
     allowed = config.near_ties_per_prompt * len(prompts) if dtype.itemsize >= 4 else len(prompts)
-    good = all(d.is_near_tie for d in found) and len(found) <= allowed
+    good = all(d.is_near_tie for d in found) and len(found) <= allowed and all(u["at_limit"] for u in unequal)
     return {
         "drafter": name,
         "batch_size": size,
@@ -140,6 +164,7 @@ def _check(
         "identical": len(prompts) - len(found),
         "lossless": good,
         "divergences": [asdict(d) for d in found],
+        "unequal_lengths": unequal,
     }
 
 
@@ -149,14 +174,15 @@ def show(result: dict[str, Any]) -> bool:
     for column in ("drafter", "batch", "identical", "prompt@token: both top-2 gaps", "verdict"):
         table.add_column(column)
     for check in result["checks"]:
-        parted = "\n".join(
-            f"{d['prompt']}@{d['position']}: {d['gap']:.1e}, {d['engine_gap']:.1e}" for d in check["divergences"]
-        )
+        notes = [f"{d['prompt']}@{d['position']}: {d['gap']:.1e}, {d['engine_gap']:.1e}" for d in check["divergences"]]
+        for u in check["unequal_lengths"]:
+            why = "the context limit" if u["at_limit"] else "NO context limit"
+            notes.append(f"{u['prompt']}: {u['got']} of {u['expected']} tokens, {why}")
         table.add_row(
             check["drafter"],
             str(check["batch_size"]),
             f"{check['identical']}/{check['num_prompts']}",
-            parted or "-",
+            "\n".join(notes) or "-",
             "lossless" if check["lossless"] else "DIFFERENT",
         )
     console.print(table)

@@ -77,8 +77,9 @@ def measure(config: Any) -> dict[str, Any]:
     }
     if config.step_times:
         result["step_times"] = measure_step_times(base.engine.target, base.model if config.transformers else None)
-        result["read_bandwidth_bytes_per_s"] = read_bandwidth_bytes_per_s()
-        result["weight_bytes_per_step"] = weight_bytes_per_step(base.model)
+        if base.model.device.type == "cpu":  # whose read bandwidth is measured
+            result["read_bandwidth_bytes_per_s"] = read_bandwidth_bytes_per_s()
+            result["weight_bytes_per_step"] = weight_bytes_per_step(base.model)
     return result
 
 
@@ -161,7 +162,7 @@ def show(result: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "decode/s, e2e/s: tokens per second; floor: share of the read bandwidth that target forwards reach; "
+        "decode/s, e2e/s: tokens per second; floor: share of the CPU's read bandwidth that target forwards reach; "
         "length, rate: acceptance; = none: runs with the ids of the undrafted run"
     )
     for s in result["speedups"]:
@@ -189,13 +190,17 @@ def _show_step_times(result: dict[str, Any]) -> None:
             _number(ratio, ".2f"),
         )
     console.print(table)
-    bandwidth, weights = result["read_bandwidth_bytes_per_s"], result["weight_bytes_per_step"]
-    console.print(
-        f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {weights / 1e6:.0f} MB of weights per step: "
-        f"floor {1e3 * weights / bandwidth:.1f} ms per forward; {result['extra_weight_bytes'] / 1e6:.0f} MB of "
-        f"reordered weights, {result['kv_bytes_per_token']} bytes of KV per token",
-        highlight=False,
+    memory = (
+        f"{result['extra_weight_bytes'] / 1e6:.0f} MB of reordered weights, {result['kv_bytes_per_token']} bytes of KV "
+        "per token"
     )
+    if "read_bandwidth_bytes_per_s" in result:
+        bandwidth, weights = result["read_bandwidth_bytes_per_s"], result["weight_bytes_per_step"]
+        memory = (
+            f"read bandwidth {bandwidth / 1e9:.1f} GB/s, {weights / 1e6:.0f} MB of weights per step: "
+            f"floor {1e3 * weights / bandwidth:.1f} ms per forward; {memory}"
+        )
+    console.print(memory, highlight=False)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="speedup")

@@ -29,17 +29,24 @@ class Sample:
     stats: RequestStats | None = None
 
 
+def _wait(device: torch.device) -> None:
+    """Wait for what an accelerator still has to do, so that a clock read next includes it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+
+
 Variant = Callable[[list[int]], Sample]  # prompt ids -> sample, its prompt and repeat still 0
 
 
 def engine_variant(llm: LLM, max_new_tokens: int, temperature: float, seed: int | None) -> Variant:
     """Return a variant that generates with an LLM, past EOS so that all variants give equal counts."""
+    options: dict[str, Any] = {"temperature": temperature, "seed": seed, "ignore_eos": True}
 
     def run(prompt: list[int]) -> Sample:
+        _wait(llm.model.device)
         start = time.perf_counter()
-        done = llm.generate(prompt, max_new_tokens=max_new_tokens, temperature=temperature, seed=seed, ignore_eos=True)[
-            0
-        ]
+        done = llm.generate(prompt, max_new_tokens=max_new_tokens, **options)[0]
+        _wait(llm.model.device)
         total = time.perf_counter() - start
         stats = done.stats
         decode = stats.emissions[-1][0] - stats.emissions[0][0]
@@ -61,14 +68,21 @@ class _Clock(BaseStreamer):
 
 
 def transformers_variant(model: Any, max_new_tokens: int, temperature: float, seed: int | None) -> Variant:
-    """Return a variant that runs transformers' own generate() on the same model."""
-    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    """Return a variant that runs transformers' own generate() on the same model.
+
+    What the model's generation config says of logits (a repetition penalty, suppressed tokens) applies, as in the
+    engine's variants; its top-k and top-p do not, as there.
+    """
+    sampling: dict[str, Any] = {"do_sample": False}
+    if temperature:
+        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
 
     def run(prompt: list[int]) -> Sample:
         ids = torch.tensor([prompt], device=model.device)
         clock = _Clock()
         if seed is not None:
             torch.manual_seed(seed)
+        _wait(model.device)
         start = time.perf_counter()
         out = model.generate(
             ids,
@@ -79,6 +93,7 @@ def transformers_variant(model: Any, max_new_tokens: int, temperature: float, se
             streamer=clock,
             **sampling,
         )
+        _wait(model.device)
         total = time.perf_counter() - start
         first, last = clock.times[1], clock.times[-1]  # the prompt is put first
         new = out[0, len(prompt) :].tolist()

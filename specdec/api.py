@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from inspect import signature
 from typing import Any
@@ -16,12 +17,11 @@ from specdec.engine import Engine, EngineConfig
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, DrafterContext, SamplingParams, Verifier
 from specdec.models.build import RunnerConfig, runner_for
-from specdec.models.generation import eos_token_ids, resolve
+from specdec.models.generation import as_processors, config_processors, eos_token_ids, resolve
 from specdec.models.loading import load_model
 from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
-from specdec.noise import fold_seed
 from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
 from specdec.request import Request, StopRules
 from specdec.sampling import check_sampling
@@ -62,7 +62,7 @@ def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
         match, rejection = VERIFIERS.load("match")(), VERIFIERS.load("rejection")()
         return VerifierChoice(greedy=match, seeded=match, sampled=rejection)
     rule = VERIFIERS.load(verifier)() if isinstance(verifier, str) else verifier
-    if not hasattr(rule, "verify"):
+    if isinstance(rule, type) or not hasattr(rule, "verify"):
         raise ConfigError(f"verifier={verifier!r}; allowed: 'auto', a name ({', '.join(VERIFIERS.names())}), an object")
     return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)
 
@@ -77,7 +77,7 @@ def build_drafter(
         IncompatibleDrafterError: it does not fit the target.
     """
     if not isinstance(drafter, str):
-        if not hasattr(drafter, "propose"):
+        if isinstance(drafter, type) or not hasattr(drafter, "propose"):
             raise ConfigError(f"drafter={drafter!r}; allowed: a name ({', '.join(DRAFTERS.names())}) or a Drafter")
         if options:
             raise ConfigError(f"drafter_options={options!r} go with a drafter's name; this one is built already")
@@ -87,14 +87,16 @@ def build_drafter(
         raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
     kind = DRAFTERS.load(drafter)
     check_options(f"drafter {drafter!r}", kind.build, options, reserved=1)
-    plain = all(isinstance(v, str | int | float | bool | type(None)) for v in options.values())
-    key = (drafter, tuple(sorted(options.items()))) if plain else None
-    if key is not None and key in runner.drafters:
-        return runner.drafters[key]
-    context = DrafterContext(runner, runner.vocab_size, tokenizer, load_model)
-    built: Drafter = kind.build(context, **options)
-    if key is not None:
-        runner.drafters[key] = built
+
+    def load(name: Any, dtype: Any = None) -> tuple[Any, Any]:
+        key = (str(name), str(dtype))
+        if key not in runner.loaded:
+            device = None if runner.device.type == "cpu" else runner.device
+            runner.loaded[key] = load_model(name, dtype=dtype, device=device)
+        found: tuple[Any, Any] = runner.loaded[key]
+        return found
+
+    built: Drafter = kind.build(DrafterContext(runner, runner.vocab_size, tokenizer, load), **options)
     return built
 
 
@@ -146,18 +148,25 @@ class LLM:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        engine_config, runner_config = _split_options(options)
-        verifiers = build_verifiers(verifier)
+        self._engine_config, self._runner_config = _split_options(options)
+        self._verifiers = build_verifiers(verifier)
         if isinstance(drafter, str):
             DRAFTERS.load(drafter)  # an unknown name is refused before a model is loaded for minutes
         self.model, found = load_model(
             model, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
         )
         self.tokenizer = tokenizer or found
-        runner = runner_for(self.model, runner_config)
-        self.engine = Engine(
-            runner, build_drafter(drafter, runner, self.tokenizer, drafter_options), verifiers, engine_config
-        )
+        self._drafter, self._drafter_options = drafter, drafter_options
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Build the engine, at first and whenever the model's weights or modules have changed since."""
+        base = runner_for(self.model, self._runner_config)
+        if base is not getattr(self, "_base", None):
+            runner = base.with_own_cache()
+            drafter = build_drafter(self._drafter, runner, self.tokenizer, self._drafter_options)
+            self.engine = Engine(runner, drafter, self._verifiers, self._engine_config)
+            self._base = base
 
     def generate(
         self,
@@ -176,6 +185,9 @@ class LLM:
     ) -> list[Completion]:
         """Return one Completion per prompt, in order.
 
+        Of the model's generation config the EOS tokens and the logits processors (repetition_penalty,
+        suppress_tokens, ...) apply, as in transformers; temperature and the like are this call's own.
+
         Args:
             prompts: a text, a list of texts, a list of token ids or a list of those.
             max_new_tokens: 0 gives empty completions.
@@ -185,7 +197,7 @@ class LLM:
             min_p: 0 is off.
             seed: applies to each prompt as if it were alone; None draws one from torch's global generator.
             ignore_eos: run to max_new_tokens.
-            logits_processor: transformers LogitsProcessors, on the exact token path of each draft node.
+            logits_processor: transformers LogitsProcessors, called with one row [1, n], a node's exact token path.
             streamer: a transformers streamer, for one prompt.
             unknown: refused by name.
 
@@ -204,7 +216,7 @@ class LLM:
             top_p=top_p,
             min_p=min_p,
             seed=seed,
-            processors=tuple(logits_processor),
+            processors=tuple(as_processors(logits_processor)),
         )
         check_sampling(sampling)
         warn_without_effect(sampling)
@@ -212,7 +224,12 @@ class LLM:
         stop = StopRules(
             max_new_tokens=max_new_tokens, eos_token_ids=frozenset() if ignore_eos else eos_token_ids(self.model)
         )
-        requests = run(self.engine, [(p, sampling, stop) for p in ids], streamer)
+        self._refresh()
+        jobs = []
+        for prompt in ids:
+            own = config_processors(self.model, prompt, max_new_tokens)
+            jobs.append((prompt, replace(sampling, processors=(*own, *sampling.processors)), stop))
+        requests = run(self.engine, jobs, streamer)
         return [self._completion(request) for request in requests]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
@@ -314,8 +331,9 @@ def run(
         if streamer is not None:
             streamer.end()
     finally:
-        for request_id in ids:
-            engine.forget(request_id)
+        with ExitStack() as stack:  # every request is forgotten, also if forgetting one of them fails
+            for request_id in ids:
+                stack.callback(engine.forget, request_id)
     return requests
 
 
@@ -344,7 +362,7 @@ def generate(
         drafter_options: keyword arguments of the drafter.
         tokenizer: lets drafters check vocabularies and calibrate on text.
         generation_config: as in transformers.
-        logits_processor: as in transformers.
+        logits_processor: as in transformers, but called with one row [1, n] at a time.
         seed: of every row; None draws one per row from torch's global generator.
         kwargs: GenerationConfig fields (max_new_tokens, do_sample, temperature, ...) and fields of `EngineConfig` and
             `RunnerConfig` (max_draft_tokens, ...).
@@ -365,14 +383,9 @@ def generate(
         raise InputError(f"input_ids is a [batch, length] tensor, got {type(input_ids).__name__}")
     rest = {k: v for k, v in kwargs.items() if k not in own_fields}
     call = resolve(model, input_ids, attention_mask, generation_config, logits_processor, seed, rest)
-    runner = runner_for(model, runner_config)
+    runner = runner_for(model, runner_config).with_own_cache()
     engine = Engine(runner, build_drafter(drafter, runner, tokenizer, drafter_options), verifiers, engine_config)
-    prompts = []
-    for prompt, sampling, stop in zip(call.prompts, call.sampling, call.stop, strict=True):
-        for i in range(call.num_return_sequences):
-            folded = sampling if seed is None else replace(sampling, seed=fold_seed(seed, i))
-            prompts.append((prompt, folded, stop))
-    requests = run(engine, prompts)
+    requests = run(engine, list(zip(call.prompts, call.sampling, call.stop, strict=True)))
     longest = max((len(r.new_tokens) for r in requests), default=0)
     tail = torch.full((len(requests), longest), call.pad_token_id, dtype=input_ids.dtype)
     for row, request in zip(tail, requests, strict=True):

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
-from specdec.errors import ConfigError, InputError, OutOfCacheError
+from specdec.errors import ConfigError, IncompatibleDrafterError, InputError, OutOfCacheError
 from specdec.interfaces import (
     Drafter,
     DraftRequest,
@@ -36,6 +36,8 @@ from specdec.target_rows import StepRows
 from specdec.tree import check_tree, drop_drafts, is_chain, move, pad_tree, select
 
 log = logging.getLogger("specdec")
+# Below this share of accepted draft tokens, over at least so many, a request is worth a warning.
+_IDLE_SHARE, _IDLE_DRAFTS = 0.02, 64
 _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
 
 
@@ -76,6 +78,13 @@ class Engine:
         verifiers: VerifierChoice,
         config: EngineConfig = EngineConfig(),
     ) -> None:
+        self._check_features(target, drafter)
+        shared = getattr(drafter, "target_cache", None)
+        if shared is not None and shared is not target.cache:
+            raise IncompatibleDrafterError(
+                f"drafter {drafter.name!r} was built for another target, or for other runner options of this one, and "
+                "works on that one's KV cache; build one for this target, or pass its name"
+            )
         self.target, self.drafter, self.verifiers, self.config = target, drafter, verifiers, config
         self.stats = EngineStats()
         self._scheduler = Scheduler(
@@ -88,6 +97,15 @@ class Engine:
 
     # ------------------------------------------------------------------ requests
 
+    @staticmethod
+    def _check_features(target: ModelRunner, drafter: Drafter) -> None:
+        bad = [layer for layer in drafter.features.layers if not 0 <= layer < target.program.num_layers]
+        if bad:
+            raise IncompatibleDrafterError(
+                f"drafter {drafter.name!r} wants the hidden states of layers {bad}; the target has layers 0 to "
+                f"{target.program.num_layers - 1}"
+            )
+
     def add_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopRules) -> Request:
         """Queue a prompt and return its request; one with nothing to generate is finished at once.
 
@@ -97,6 +115,12 @@ class Engine:
         """
         self.target.claim()
         check_sampling(sampling)
+        rule = self.verifiers.of(sampling, self.drafter.samples)
+        if rule.needs_all_rows and sampling.processors:
+            raise ConfigError(
+                f"verifier {rule.name!r} scores all draft tokens at once, which logits processors cannot; "
+                "use verifier='match' with them"
+            )
         stop = self._check_prompt(prompt_token_ids, stop)
         total = min(len(prompt_token_ids) + stop.max_new_tokens, stop.max_total_tokens or 1 << 62)
         self.target.cache.check_fits(total)
@@ -146,12 +170,14 @@ class Engine:
 
     def abort(self, request_id: int) -> None:
         """Stop a request and free what it holds; its tokens stay readable until `forget`."""
+        self.target.claim()
         request = self.request(request_id)
         if request.finish_reason is None:
             self._retire(request, "abort")
 
     def forget(self, request_id: int) -> None:
         """Drop a request and everything about it; unknown ids are ignored."""
+        self.target.claim()
         request = self._requests.get(request_id)
         if request is not None:
             self._retire(request, request.finish_reason or "abort")
@@ -161,7 +187,11 @@ class Engine:
         request.finish_reason = reason
         self._scheduler.remove(request)
         self.target.cache.release(request.request_id)
-        self.drafter.release(request.request_id)
+        self._warn_if_idle(request)
+        try:
+            self.drafter.release(request.request_id)
+        except Exception:  # a fault of the drafter's own must not keep back other requests' tokens
+            log.exception("drafter %r could not release request %s", self.drafter.name, request.request_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -238,7 +268,7 @@ class Engine:
     def _propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree | None:
         """Return the drafter's trees with invalid ones emptied, or None; an invalid tree costs speed, never output."""
         try:
-            tree = self.drafter.propose(requests, noise)
+            proposed = self.drafter.propose(requests, noise)
         except OutOfCacheError as error:
             self._warn_once("memory", f"drafter {self.drafter.name!r} has no KV memory left, going on without: {error}")
             return None
@@ -246,12 +276,13 @@ class Engine:
             if self.drafter.shares_target_kv:
                 for r in requests:
                     self.target.cache.rewind(r.request_id)
+        tree = move(proposed, self.target.device) if isinstance(proposed, TokenTree) else proposed
         reasons = check_tree(tree, requests, self.target.vocab_size)
         if not self.target.supports_trees:
             reasons = [reason or _tree_fault(tree, i) for i, reason in enumerate(reasons)]
         bad = [i for i, reason in enumerate(reasons) if reason is not None]
         if not bad:
-            return move(tree, self.target.device)
+            return tree
         for i in bad:
             self._requests[requests[i].request_id].stats.num_rejected_drafts += 1
         self._warn_once(
@@ -259,7 +290,7 @@ class Engine:
         )
         if len(bad) == len(requests):
             return None
-        tree = drop_drafts(move(tree, self.target.device), bad)
+        tree = drop_drafts(tree, bad)
         # The root of an invalid tree may be invalid itself.
         roots = torch.tensor([[r.root_token_id] for r in requests], dtype=torch.int64, device=self.target.device)
         return replace(tree, token_ids=torch.cat([roots, tree.token_ids[:, 1:]], dim=1))
@@ -367,22 +398,18 @@ class Engine:
 
     def _emit(self) -> list[RequestOutput]:
         """Hand out every token not handed out yet, so that an interrupted step loses none."""
-        outputs: list[RequestOutput] = []
-        for request in list(self._scheduler.running):
-            new = request.tokens[request.num_prompt_tokens + request.num_reported :]
-            if not new and request.finish_reason is None:
-                continue
+        waiting = [r for r in self._requests.values() if r.has_news]
+        for request in waiting:
             if request.finish_reason is not None:
                 self._retire(request, request.finish_reason)
-            request.num_reported += len(new)
-            accepted = request.stats.num_accepted_tokens - request.num_accepted_reported
-            request.num_accepted_reported += accepted
-            outputs.append(RequestOutput(request.request_id, new, accepted, request.finish_reason))
-        return outputs
+        # Only now, and in one go: had releasing been interrupted, the next step would hand all of it out.
+        return [request.hand_out() for request in waiting]
 
     # ------------------------------------------------------------------ keeping the promises
 
     def _try_open(self, request: Request) -> bool:
+        if self.target.cache.is_open(request.request_id):
+            return True  # a step that was interrupted between opening and running it
         total = len(request.tokens) + request.num_remaining
         try:
             self.target.cache.open(request.request_id, total)
@@ -403,6 +430,16 @@ class Engine:
                 known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
                 if request.num_computed:
                     self.drafter.observe([Observation(request.request_id, 0, known)])
+
+    def _warn_if_idle(self, request: Request) -> None:
+        """Say once that drafting cost more than it gave: what goes unnoticed is never switched off."""
+        own = request.stats
+        if own.num_draft_tokens >= _IDLE_DRAFTS and own.num_accepted_tokens < _IDLE_SHARE * own.num_draft_tokens:
+            self._warn_once(
+                "idle",
+                f"drafter {self.drafter.name!r}: {own.num_accepted_tokens} of {own.num_draft_tokens} draft tokens were "
+                "accepted, so drafting probably costs more than it saves here; compare with drafter='none'",
+            )
 
     def _warn_once(self, kind: str, message: str) -> None:
         # By kind: a message that names this step's sizes would be a new one at every step.

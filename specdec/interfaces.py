@@ -55,7 +55,7 @@ class Segment:
 
     request_id: int
     token_ids: Tensor  # [m] int64
-    parents: Tensor | None  # [m] int64, -1 = child of everything before the segment; None = chain
+    parents: Tensor | None  # [m] int64 rows of the reservation, -1 = child of the committed tokens; None = chain
     logit_rows: Tensor  # [r] int64 offsets into the segment whose logits are wanted
 
 
@@ -176,6 +176,7 @@ class Drafter(Protocol):
     max_position: int | None  # first position this drafter cannot draft from; None = no limit
     shares_target_kv: bool
     samples: bool  # True if its trees carry draft_probs for sampled requests
+    # A drafter with shares_target_kv also has target_cache, the KVCache it appends to: the engine refuses another's.
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree: ...
     def observe(self, seen: Sequence[Observation]) -> None: ...
@@ -190,7 +191,7 @@ class DrafterContext:
     runner: Any  # the target's ModelRunner
     vocab_size: int
     tokenizer: Any | None = None
-    load_model: Callable[[Any], tuple[Any, Any]] | None = None  # name, path or model -> (model, tokenizer or None)
+    load_model: Callable[..., tuple[Any, Any]] | None = None  # (name or path, dtype=) -> (model, tokenizer or None)
 
 
 def empty_tree(requests: Sequence[DraftRequest], device: torch.device | str = "cpu") -> TokenTree:

@@ -66,7 +66,7 @@ class KeyedNoise:
 
     def accept(self, num: Tensor, den: Tensor, key: NoiseKey) -> Tensor:
         """Return [L] bool: u * den < num. A zero `num` is never accepted, `num >= den > 0` always is."""
-        return self.uniform(key) * den.to(torch.float64) < num.to(torch.float64)
+        return self.uniform(key).to(num.device) * den.to(torch.float64) < num.to(torch.float64)
 
     def choose(self, weights: Tensor, key: NoiseKey) -> Tensor:
         """Return [L] int64 drawn in proportion to `weights` [L, V] >= 0, by an exponential race.
@@ -87,12 +87,15 @@ class KeyedNoise:
 
     def _counters(self, key: NoiseKey) -> Tensor:
         """Return [L] int64, the start of each row's own splitmix sequence."""
-        position = self._positions[key.rows] + key.offset
-        at_position = _mix(self._hashed_seeds[key.rows] + position * _GOLDEN)
+        rows = key.rows.to(self._positions.device)
+        offset = key.offset.to(rows.device) if isinstance(key.offset, Tensor) else key.offset
+        index = key.index.to(rows.device) if isinstance(key.index, Tensor) else key.index
+        position = self._positions[rows] + offset
+        at_position = _mix(self._hashed_seeds[rows] + position * _GOLDEN)
         stream: int | Tensor = int(key.stream)
         if key.stream is Stream.DRAFT and self._any_coupled:
-            stream = torch.where(self._coupled[key.rows], int(Stream.TOKEN), int(Stream.DRAFT))
-        counter = stream * (1 << _STREAM_SHIFT) + key.index + 1
+            stream = torch.where(self._coupled[rows], int(Stream.TOKEN), int(Stream.DRAFT))
+        counter = stream * (1 << _STREAM_SHIFT) + index + 1
         return _mix(at_position + (_signed(counter * _GOLDEN) if isinstance(counter, int) else counter * _GOLDEN))
 
 

@@ -25,7 +25,8 @@ class Snapshot:
     num_tokens: int
     num_computed: int
     finish_reason: str | None
-    stats: RequestStats
+    stats: RequestStats  # shares the list of emissions
+    num_emissions: int
 
 
 @dataclass(slots=True)
@@ -43,6 +44,7 @@ class Request:
     num_prompt_tokens: int = 0
     num_reported: int = 0  # new tokens already handed out by Engine.step
     num_accepted_reported: int = 0  # how many of those were drafted
+    finish_reported: bool = False
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -76,14 +78,31 @@ class Request:
                 return kept, "stop"
         return kept, "length" if len(kept) == self.num_remaining else None
 
+    @property
+    def has_news(self) -> bool:
+        """True while tokens or the end of the request have not been handed out."""
+        has_tokens = len(self.tokens) > self.num_prompt_tokens + self.num_reported
+        return has_tokens or (self.finish_reason is not None and not self.finish_reported)
+
+    def hand_out(self) -> RequestOutput:
+        """Return what has not been handed out yet, once."""
+        new = self.tokens[self.num_prompt_tokens + self.num_reported :]
+        accepted = self.stats.num_accepted_tokens - self.num_accepted_reported
+        self.num_reported += len(new)
+        self.num_accepted_reported += accepted
+        self.finish_reported = self.finish_reason is not None
+        return RequestOutput(self.request_id, new, accepted, self.finish_reason)
+
     def snapshot(self) -> Snapshot:
         """Return what `restore` needs."""
-        return Snapshot(len(self.tokens), self.num_computed, self.finish_reason, self.stats.copy())
+        emissions = len(self.stats.emissions)
+        return Snapshot(len(self.tokens), self.num_computed, self.finish_reason, self.stats.copy(), emissions)
 
     def restore(self, saved: Snapshot) -> None:
         """Undo everything since `saved`."""
         del self.tokens[saved.num_tokens :]
         self.num_computed, self.finish_reason, self.stats = saved.num_computed, saved.finish_reason, saved.stats
+        del self.stats.emissions[saved.num_emissions :]
 
 
 @dataclass(frozen=True, slots=True)

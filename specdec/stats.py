@@ -22,6 +22,7 @@ class RequestStats:
     num_truncated: int = 0  # steps whose next token was cut
     num_rejected_drafts: int = 0  # proposals that were invalid and therefore dropped
     drafted_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1
+    reached_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1 and accepted at i
     accepted_at: list[int] = field(default_factory=list)  # [i]: steps that accepted at depth i + 1
     prefill_s: float = 0.0
     draft_s: float = 0.0
@@ -31,9 +32,15 @@ class RequestStats:
     emissions: list[tuple[float, int]] = field(default_factory=list)  # (clock, tokens)
 
     def copy(self) -> RequestStats:
-        """Return an independent copy, for undoing a failed step."""
+        """Return a copy, for undoing a failed step, that shares `emissions`: that list grows with every step.
+
+        Who restores the copy cuts the list to the length it had, `del emissions[length:]`.
+        """
         return replace(
-            self, drafted_at=list(self.drafted_at), accepted_at=list(self.accepted_at), emissions=list(self.emissions)
+            self,
+            drafted_at=list(self.drafted_at),
+            reached_at=list(self.reached_at),
+            accepted_at=list(self.accepted_at),
         )
 
     def record_decode(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
@@ -43,9 +50,11 @@ class RequestStats:
         self.num_accepted_tokens += accepted
         self.num_emitted_tokens += emitted
         self.num_truncated += int(emitted == accepted)
-        for counts, reached in ((self.drafted_at, depth), (self.accepted_at, accepted)):
-            counts.extend([0] * (max(depth, accepted) - len(counts)))
-            for i in range(reached):
+        # Nothing is judged deeper than one below the last accepted depth.
+        reached = min(depth, accepted + 1)
+        for counts, deepest in ((self.drafted_at, depth), (self.reached_at, reached), (self.accepted_at, accepted)):
+            counts.extend([0] * (depth - len(counts)))
+            for i in range(deepest):
                 counts[i] += 1
         self.check()
 
@@ -76,11 +85,8 @@ class RequestStats:
     @property
     def acceptance_at_conditional(self) -> list[float | None]:
         """[i]: share of the steps that accepted at depth i and drafted at i + 1, that accepted there."""
-        reached = [self.num_steps, *self.accepted_at]
-        return [
-            hit / min(before, drafted) if min(before, drafted) else None
-            for hit, before, drafted in zip(self.accepted_at, reached, self.drafted_at, strict=False)
-        ]
+        pairs = zip(self.accepted_at, self.reached_at, strict=True)
+        return [accepted / reached if reached else None for accepted, reached in pairs]
 
     @property
     def ttft_s(self) -> float | None:
@@ -126,7 +132,7 @@ def total(parts: Iterable[RequestStats]) -> RequestStats:
             "other_s",
         ):
             setattr(result, name, getattr(result, name) + getattr(part, name))
-        for name in ("drafted_at", "accepted_at"):
+        for name in ("drafted_at", "reached_at", "accepted_at"):
             longer, shorter = sorted((getattr(result, name), getattr(part, name)), key=len, reverse=True)
             setattr(result, name, [a + (shorter[i] if i < len(shorter) else 0) for i, a in enumerate(longer)])
     return result

@@ -26,6 +26,7 @@ class StepRows:
 
     def __init__(self, logits: Tensor, first_row: Tensor, requests: Sequence[Request], tree: TokenTree) -> None:
         self._logits, self._first, self._requests, self._tree = logits, first_row, requests, tree
+        self._ids: dict[int, Tensor] = {}
         self._best: tuple[Tensor, Tensor] | None = None  # largest logit and its token, all rows
 
     def select(self, rows: Tensor, tree: TokenTree) -> StepRows:
@@ -69,10 +70,17 @@ class StepRows:
             path = self._tree.token_ids[row, path_to(self._tree.parents[row], node)]
             if request.stop.eos_token_ids.intersection(path.tolist()):
                 continue  # never emitted, and processors (a grammar, say) may have no answer behind the end
-            ids = torch.tensor([request.tokens], dtype=torch.int64, device=logits.device)
-            ids = torch.cat([ids, path[None]], dim=1)
+            ids = torch.cat([self._tokens(row), path[None]], dim=1)
             result[i] = apply_processors(logits[i : i + 1], ids, request.sampling.processors)[0]
         return result
+
+    def _tokens(self, row: int) -> Tensor:
+        """Return [1, n] int64, the tokens of a request up to its root; made once per step."""
+        request = self._requests[row]
+        if request.request_id not in self._ids:
+            ids = torch.tensor([request.tokens], dtype=torch.int64, device=self._logits.device)
+            self._ids[request.request_id] = ids
+        return self._ids[request.request_id]
 
     def _refuse_unusable(self, largest: Tensor, overflown: Tensor, rows: Tensor) -> None:
         """Raise ModelOutputError where the largest logit [L] is NaN or -inf, or `overflown` [L] is set."""

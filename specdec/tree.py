@@ -116,9 +116,7 @@ def select(tree: TokenTree, rows: Tensor | Sequence[int]) -> TokenTree:
 
 
 def move(tree: TokenTree, device: torch.device) -> TokenTree:
-    """Return the tree on `device`; a tree that is there already is returned as it is."""
-    if tree.token_ids.device == device:
-        return tree
+    """Return the tree with all its tensors on `device`."""
     return replace(
         tree,
         token_ids=tree.token_ids.to(device),

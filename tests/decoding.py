@@ -52,6 +52,14 @@ def reference(model: Any, prompt: Sequence[int], max_new_tokens: int, **options:
     return out[0, len(prompt) :].tolist()
 
 
+def gap_at_divergence(model: Any, prompt: Sequence[int], left: Sequence[int], right: Sequence[int]) -> float:
+    """Return how far apart the model's two answers are where they first differ, over the largest logit."""
+    at = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
+    with torch.no_grad():
+        logits = model(input_ids=one([*prompt, *left[:at]])).logits[0, -1].double()
+    return float((logits[left[at]] - logits[right[at]]).abs() / logits.abs().max())
+
+
 def engine_of(
     model: Any,
     drafter: Any = "none",

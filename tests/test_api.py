@@ -9,7 +9,7 @@ import torch
 from transformers import GenerationConfig
 
 import specdec
-from specdec.errors import ConfigError, InputError, SpecdecError, UnsupportedModelError
+from specdec.errors import ConfigError, IncompatibleDrafterError, InputError, SpecdecError, UnsupportedModelError
 from specdec.models.generation import REFUSED
 from tests.decoding import one, padded, prompts, reference
 from tests.models.architectures import build, model_of, named
@@ -93,6 +93,7 @@ class TestGenerateInput:
         with pytest.raises(InputError, match="7 tokens wide and max_length is 7"):
             generate(one(PROMPTS[1]), max_new_tokens=None, max_length=7)
 
+    @pytest.mark.filterwarnings("ignore:Using the model-agnostic default")
     def test_the_default_length_is_transformers(self) -> None:
         want = model().generate(one(PROMPTS[1]), do_sample=False)
         assert torch.equal(specdec.generate(model(), one(PROMPTS[1]), drafter="ngram"), want)
@@ -197,26 +198,45 @@ class TestGenerateOptions:
             generate(one(PROMPTS[0]), **options)
 
     @pytest.mark.parametrize(
-        "options", [{"temperature": -1.0}, {"top_p": -0.5}, {"top_k": -3}, {"min_p": 3.0}], ids=str
+        "options",
+        [{"temperature": 0.0}, {"temperature": -1.0}, {"top_p": -0.5}, {"top_k": -3}, {"min_p": 3.0}],
+        ids=str,
     )
     def test_sampling_out_of_range(self, options: dict[str, Any]) -> None:
-        with pytest.raises(ValueError, match=next(iter(options))):
-            generate(one(PROMPTS[0]), do_sample=True, **options)
         with pytest.raises(ConfigError, match=next(iter(options))):
-            specdec.LLM(model()).generate(PROMPTS[0], **{"temperature": 1.0, **options})
+            generate(one(PROMPTS[0]), do_sample=True, **options)
+        if options != {"temperature": 0.0}:  # greedy there
+            with pytest.raises(ConfigError, match=next(iter(options))):
+                specdec.LLM(model()).generate(PROMPTS[0], **{"temperature": 1.0, **options})
 
     def test_return_sequences(self) -> None:
         ids, mask = padded(PROMPTS)
         out = generate(ids, mask, do_sample=True, num_return_sequences=3, seed=1)
         assert out.shape == (9, 16)
         assert torch.equal(out[:, :12], ids.repeat_interleave(3, dim=0))
-        with pytest.raises(ValueError, match="num_return_sequences"):
+        with pytest.raises(ConfigError, match="num_return_sequences"):
             generate(ids, mask, do_sample=False, num_return_sequences=2)
 
     @pytest.mark.parametrize("thing", [torch.nn.Linear(2, 2), "llama", None, 3], ids=lambda x: type(x).__name__)
     def test_no_model(self, thing: Any) -> None:
         with pytest.raises(UnsupportedModelError, match=f"{type(thing).__name__} is not a transformers model"):
             specdec.generate(thing, one(PROMPTS[0]))
+
+    def test_a_drafter_of_another_target(self) -> None:
+        for target, options in ((model_of(named("qwen2")), {}), (model(), {"lean": False})):
+            for name in ("oracle", "self_int8"):
+                drafter = specdec.LLM(target, drafter=name, **options).engine.drafter
+                with pytest.raises(IncompatibleDrafterError, match=f"'{name}' was built for another target"):
+                    generate(one(PROMPTS[0]), drafter=drafter)
+
+    def test_a_compiled_model(self) -> None:
+        compiled = torch.compile(build(named("llama")), backend="eager")
+        with pytest.raises(UnsupportedModelError, match=r"torch.compile wrapper .*pass the model that was compiled"):
+            specdec.generate(compiled, one(PROMPTS[0]))
+
+    def test_a_model_without_weights(self) -> None:
+        with pytest.raises(UnsupportedModelError, match="weights on the meta device"):
+            specdec.generate(build(named("llama")).to("meta"), one(PROMPTS[0]))
 
     def test_a_model_without_a_head(self) -> None:
         with pytest.raises(UnsupportedModelError, match=r"LlamaModel is not .* head"):

@@ -14,7 +14,7 @@ from specdec.errors import IncompatibleDrafterError, UnsupportedModelError
 from specdec.models.build import RunnerConfig, build_runner, runner_for
 from specdec.models.hosted import HostedProgram
 from specdec.models.lean import LeanProgram
-from tests.decoding import one, padded, prompts, reference
+from tests.decoding import gap_at_divergence, one, padded, prompts, reference
 from tests.models.architectures import REFUSED, SUPPORTED, Architecture, build, model_of, named
 
 NUM_NEW = 16
@@ -106,14 +106,6 @@ def test_fault_01_lean_and_hosted_programs(name: str, drafter: str) -> None:
     drafter_name, options_for = DRAFTERS[drafter]
     got = run(model, PROMPTS, drafter=drafter_name, drafter_options=options_for(model), lean=False)
     assert got == answers(named(name))
-
-
-def gap_at_divergence(model: Any, prompt: list[int], left: list[int], right: list[int]) -> float:
-    """Return how far apart the model's two answers are where they first differ, over the largest logit."""
-    at = next(i for i, (a, b) in enumerate(zip(left, right, strict=True)) if a != b)
-    with torch.no_grad():
-        logits = model(input_ids=one([*prompt, *left[:at]])).logits[0, -1].double()
-    return float((logits[left[at]] - logits[right[at]]).abs() / logits.abs().max())
 
 
 @pytest.mark.parametrize("drafter", ["none", "oracle_tree", "draft_model_itself", "self_int8"])

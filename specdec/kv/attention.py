@@ -45,7 +45,7 @@ def attend_segment(
     k, v = keys.transpose(0, 1), values.transpose(0, 1)  # [h, n, *]
     if softcap is None and sinks is None and num_rows > FOLD_ROWS:
         causal = pattern is None and segment.whole_causal
-        mask = None if causal else segment.mask(pattern, q.dtype, 1)
+        mask = None if causal else segment.mask(pattern, q, 1)
         out = F.scaled_dot_product_attention(
             q.transpose(0, 1)[None],
             k[None],
@@ -62,7 +62,7 @@ def attend_segment(
         folded = q.view(num_kv_heads, group, width)
     else:
         folded = q.view(num_rows, num_kv_heads, group, width).transpose(0, 1).reshape(num_kv_heads, -1, width)
-    mask = segment.mask(pattern, q.dtype, group)
+    mask = segment.mask(pattern, q, group)
     if softcap is None and sinks is None:
         out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=mask, scale=scaling)[0]
     else:

@@ -47,8 +47,9 @@ class KVCache:
     Forwards write only into a request's open reservation; `commit` keeps a root path of it and frees the rest.
     """
 
-    def __init__(self, *, max_bytes: int | None = None) -> None:
+    def __init__(self, *, max_bytes: int | None = None, bytes_per_token: int = 0) -> None:
         self.max_bytes = max_bytes
+        self._expected_bytes_per_token = bytes_per_token
         self._pool = SlotPool()
         self._sequences: dict[int, _Sequence] = {}
         self._keys: dict[int, Tensor] = {}  # layer -> [S, h, D]
@@ -142,7 +143,7 @@ class KVCache:
         start = self._pool.allocate(max_tokens)
         try:
             self._copy(sequence.start, start, sequence.context_len)
-        except OutOfCacheError:
+        except BaseException:  # Ctrl-C included
             self._pool.free(start)
             raise
         self._pool.free(sequence.start)
@@ -184,7 +185,9 @@ class KVCache:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes one token takes over all layers seen so far; 0 before the first forward."""
+        """Bytes one token takes over all layers; before the first forward what was expected, or 0."""
+        if not self._keys:
+            return self._expected_bytes_per_token
         return sum(
             tensor.shape[1] * tensor.shape[2] * tensor.element_size()
             for store in (self._keys, self._values)

@@ -51,8 +51,10 @@ class PlannedSegment:
         """True when the rows are a chain that begins at position 0: plain causal attention, no mask needed."""
         return self.visible is None and self.num_rows == self.kv_len
 
-    def mask(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
+    def mask(self, pattern: MaskPattern | None, like: Tensor, repeat: int) -> Tensor | None:
         """Return the additive mask [num_rows * repeat, kv_len], each row `repeat` times, or None if all is visible.
+
+        Its dtype and device are those of `like`.
 
         Three rows of a chain after two committed tokens, then a tree root with two children:
 
@@ -60,9 +62,10 @@ class PlannedSegment:
             1 1 1 1 0      1 1 1 1 0
             1 1 1 1 1      1 1 1 0 1
         """
-        key = (None if pattern is None else pattern.key, dtype, repeat)
+        key = (None if pattern is None else pattern.key, like.dtype, like.device, repeat)
         if key not in self._masks:
-            self._masks[key] = self._build(pattern, dtype, repeat)
+            built = self._build(pattern, like.dtype, repeat)
+            self._masks[key] = None if built is None else built.to(like.device)  # layers may be spread over devices
         return self._masks[key]
 
     def _build(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
@@ -92,7 +95,6 @@ class StepPlan:
 
     segments: list[PlannedSegment]
     positions: Tensor  # [T] int64
-    patterns: dict[int, MaskPattern | None] = field(default_factory=dict)  # filled by the attention plug
 
     @property
     def num_rows(self) -> int:

@@ -30,7 +30,7 @@ ATTENTION_NAME = "specdec"
 class _Step:
     cache: KVCache
     plan: StepPlan
-    markers: dict[int, tuple[Tensor, MaskPattern | None]]  # id -> the marker kept alive, its pattern
+    patterns: list[MaskPattern | None]
     num_calls: int = 0
 
 
@@ -40,7 +40,7 @@ _STEP: ContextVar[_Step] = ContextVar("specdec_step")
 @contextmanager
 def running(cache: KVCache, plan: StepPlan) -> Iterator[_Step]:
     """Make `cache` and `plan` the ones that attention calls of this context work on."""
-    step = _Step(cache, plan, {})
+    step = _Step(cache, plan, [])
     token = _STEP.set(step)
     try:
         yield step
@@ -64,17 +64,18 @@ def _mask(
         raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
     pattern = None
     if mask_function is not causal_mask_function:
-        zero = torch.zeros((), dtype=torch.int64, device=device)
 
         def allow(query: Tensor, key: Tensor) -> Tensor:
+            zero = torch.zeros((), dtype=torch.int64, device=query.device)
             # The models' own mask functions decide by index arithmetic, so they work on absolute positions.
             result: Tensor = mask_function(zero, zero, query, key)
             return result
 
-        pattern = MaskPattern(len(step.markers), allow)
-    marker = torch.zeros((1, 1, q_length, 1), dtype=torch.bool, device=device)
-    step.markers[id(marker)] = (marker, pattern)
-    return marker
+        pattern = MaskPattern(len(step.patterns), allow)
+    step.patterns.append(pattern)
+    # The pattern's number is the size of the batch dimension: Accelerate may move or copy a mask between devices, and
+    # reading its values would make the CPU wait.
+    return torch.zeros((len(step.patterns), 1, q_length, 1), dtype=torch.bool, device=device)
 
 
 def _attention(
@@ -93,8 +94,10 @@ def _attention(
     step = _STEP.get(None)
     if step is None:
         raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
-    known = step.markers.get(id(attention_mask))
-    if known is None:
+    marked = 0 if attention_mask is None or attention_mask.dim() != 4 else attention_mask.shape[0]
+    if attention_mask is None or marked == 0 or attention_mask.shape != (marked, 1, query.shape[2], 1):
+        marked = len(step.patterns) + 1  # no marker of ours
+    if marked > len(step.patterns):
         raise UnsupportedModelError(
             f"{type(module).__name__} builds its own attention mask, which specdec cannot place over its KV cache"
         )
@@ -106,7 +109,7 @@ def _attention(
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         scaling=scaling,
-        pattern=known[1],
+        pattern=step.patterns[marked - 1],
         softcap=softcap,
         sinks=s_aux,
     )

@@ -16,9 +16,9 @@ from specdec.errors import ConfigError, ModelOutputError, UnsupportedModelError
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
 from specdec.models import lean
-from specdec.models.clone import clone_sharing_parameters, fingerprint
+from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
 from specdec.models.compatibility import refuse_unsupported
-from specdec.models.conformance import Reference, compare, conforms, take_reference
+from specdec.models.conformance import LEAN_TOLERANCE, Reference, compare, conforms, take_reference
 from specdec.models.hosted import HostedProgram, base_forward
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables
 from specdec.models.runner import ModelRunner, Program
@@ -35,7 +35,7 @@ class RunnerConfig:
 
     kernels: str = "auto"  # "auto": measured per row count on CPU; "off": torch's default everywhere
     lean: bool = True  # allow the hand-written forward for Llama-like models on CPU
-    prepack_limit_bytes: int | None = None  # extra memory for reordered weights; None = a quarter of the RAM
+    prepack_limit_bytes: int | None = None  # extra memory for reordered weights; None = a quarter of the RAM if free
     kv_memory_bytes: int | None = None  # bound on the KV cache; None = as much as is asked for
 
     def __post_init__(self) -> None:
@@ -49,32 +49,34 @@ class RunnerConfig:
             raise ConfigError(f"lean={self.lean!r}; allowed: True, False")
 
 
-_RUNNERS: weakref.WeakKeyDictionary[nn.Module, list[tuple[tuple[RunnerConfig, tuple[int, ...]], ModelRunner]]] = (
-    weakref.WeakKeyDictionary()
-)
+_Kept = dict[RunnerConfig, tuple[tuple[object, ...], ModelRunner]]
+_RUNNERS: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
+_BUILDING = threading.Lock()
 
 
 def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
-    """Return the runner of a model, built once per model object and thread and rebuilt when its weights change.
+    """Return the runner of a model, built once per model object and rebuilt when the model changes.
+
+    It holds the program, clone and reordered weights, which threads may share; an engine works on a runner
+    `with_own_cache` of it.
 
     Raises:
         UnsupportedModelError: the model has a feature the engine cannot run exactly.
     """
-    weights = fingerprint(model)
-    kept = [(k, r) for k, r in _RUNNERS.get(model, []) if k[1] == weights]
-    for key, runner in kept:
-        if key == (config, weights) and runner.owner in (None, threading.get_ident()):
-            return runner
-    runner = build_runner(model, config)
-    _RUNNERS[model] = [*kept, ((config, weights), runner)]
-    return runner
+    with _BUILDING:
+        now = fingerprint(model)
+        kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
+        if config not in kept:
+            kept[config] = (now, build_runner(model, config))
+        _RUNNERS[model] = kept
+        return kept[config][1]
 
 
 def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
     """Build a runner: see `runner_for`."""
     refuse_unsupported(model)
     clone: Any = clone_sharing_parameters(model)
-    device = next(clone.parameters()).device
+    device = device_of(clone)
     vocab_size = clone.config.get_text_config().vocab_size
     reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
     if bool((reference.left.isnan() | reference.left.isposinf()).any()):  # -inf may stand at padding ids
@@ -110,12 +112,9 @@ def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> t
     """Return the fastest program that conforms, whether it takes trees, and the extra weight bytes it holds."""
     factory = _kernel_factory(clone, config)
     if config.lean and lean.applies_to(clone):
-        program = lean.LeanProgram(clone, _fuse_for(factory))
-        if conforms(program, reference):
+        program = _lean_program(clone, reference, factory)
+        if program is not None:
             return program, True, factory.extra_bytes if factory else 0
-        log.info(
-            "the lean forward differs from %s by %.2g; not used", type(clone).__name__, compare(program, reference)
-        )
         factory = _kernel_factory(clone, config)
     attention = getattr(clone.config, "_attn_implementation", None)
     # The runner keeps `clone` as it is, for further copies; this one gets our attention and kernels.
@@ -141,14 +140,30 @@ def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> t
     return hosted, trees, factory.extra_bytes if factory else 0
 
 
+def _lean_program(clone: Any, reference: Reference, factory: KernelFactory | None) -> Program | None:
+    """Return the lean program if it can be built and says what the unmodified model says, else None."""
+    name = type(clone).__name__
+    try:
+        program = lean.LeanProgram(clone, _fuse_for(factory))
+        difference = compare(program, reference)
+    except (AttributeError, RuntimeError, TypeError) as error:  # built of other parts than its model_type says
+        log.info("the lean forward does not fit %s (%s); not used", name, error)
+        return None
+    if difference > LEAN_TOLERANCE[reference.left.dtype]:
+        log.info("the lean forward differs from %s by %.2g; not used", name, difference)
+        return None
+    return program
+
+
 def _kernel_factory(clone: nn.Module, config: RunnerConfig) -> KernelFactory | None:
     linears = [m for m in clone.modules() if type(m) is nn.Linear]
     num_bytes = sum(m.weight.numel() * m.weight.element_size() for m in linears)
     on_cpu = all(m.weight.device.type == "cpu" for m in linears)
     if config.kernels == "off" or not on_cpu or num_bytes < SMALL_MODEL_BYTES:
         return None
+    memory = psutil.virtual_memory()
     limit = config.prepack_limit_bytes
-    return KernelFactory(KernelTables(), psutil.virtual_memory().total // 4 if limit is None else limit)
+    return KernelFactory(KernelTables(), min(memory.total // 4, memory.available // 2) if limit is None else limit)
 
 
 def _fuse_for(factory: KernelFactory | None) -> lean.Fuse:

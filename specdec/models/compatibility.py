@@ -40,6 +40,17 @@ def unsupported_feature(model: Any) -> str | None:
     return None
 
 
+def _unsupported_object(model: Any) -> str | None:
+    """Return what is wrong with the object, whatever its architecture, or None."""
+    if hasattr(model, "_orig_mod"):
+        return "the torch.compile wrapper around it (pass the model that was compiled)"
+    for module in model.modules():
+        own = module.parameters(recurse=False)
+        if any(p.device.type == "meta" for p in own) and not hasattr(module, "_hf_hook"):
+            return "weights on the meta device that no Accelerate hook loads"
+    return None
+
+
 def _rope_types(config: Any) -> set[str]:
     rope = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     entries = rope.values() if rope and all(isinstance(v, dict) for v in rope.values()) else [rope]
@@ -53,7 +64,7 @@ def refuse_unsupported(model: Any) -> None:
             f"{type(model).__name__} is not a transformers model that generates; pass one with a language modelling "
             "head, such as AutoModelForCausalLM gives"
         )
-    feature = unsupported_feature(model)
+    feature = _unsupported_object(model) or unsupported_feature(model)
     if feature is not None:
         raise UnsupportedModelError(
             f"{type(model).__name__} cannot run on specdec's KV engine because of {feature}; "

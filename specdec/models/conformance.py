@@ -14,7 +14,10 @@ from specdec.models.runner import Program
 
 # Largest allowed |difference| of logits over the largest |logit|. Models compute norms and softmax in float32
 # whatever their dtype, so float64 is not held tighter than that; half precision rounds every layer.
-TOLERANCE = {torch.float64: 1e-5, torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float16: 0.05}
+TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-5, torch.bfloat16: 0.1, torch.float16: 0.05}
+# A program of our own must come closer in half precision than the model's own code over another attention kernel
+# may: what the unmodified model's rounding makes of one unit in the last place.
+LEAN_TOLERANCE = {**TOLERANCE, torch.bfloat16: 0.03, torch.float16: 0.005}
 
 # A committed prefix of 7 tokens, then a tree: root, two children, one child each; then one more token.
 PREFIX = 7

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,9 @@ from transformers import (
 
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import SamplingParams
+from specdec.models.clone import device_of
 from specdec.models.compatibility import refuse_unsupported
+from specdec.noise import fold_seed
 from specdec.request import StopRules
 from specdec.sampling import check_sampling
 
@@ -49,18 +52,24 @@ REFUSED = {
     "synced_gpus": "not supported",
     "token_healing": "not supported",
 }
+# Processors with a state of their own: drafting asks them about tokens that are then never emitted.
+STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), "guidance_scale": (1, 1.0)}
 # Set and meaningless here: the engine always uses its own cache.
-_WITHOUT_EFFECT = ("use_cache", "cache_implementation", "cache_config", "trust_remote_code")
+_WITHOUT_EFFECT = ("trust_remote_code",)
 _OWN_OPTIONS = ("drafter", "drafter_options", "verifier", "max_draft_tokens", "seed", "tokenizer")
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
+log = logging.getLogger("specdec")
+_WARNED: set[str] = set()
+
+
 @dataclass(frozen=True, slots=True)
 class Resolved:
-    """A call of generate() as the engine understands it, one entry per row."""
+    """A call of generate() as the engine understands it, one entry per returned sequence."""
 
-    prompts: list[list[int]]  # without padding
+    prompts: list[list[int]]  # without padding, each as often as sequences are to be returned
     sampling: list[SamplingParams]
     stop: list[StopRules]
     num_return_sequences: int
@@ -105,6 +114,8 @@ def resolve(
     given = {k: v for k, v in kwargs.items() if v is not None}
     _refuse(given)
     prefix_function = given.pop("prefix_allowed_tokens_fn", None)
+    if generation_config is not None and not isinstance(generation_config, GenerationConfig):
+        raise ConfigError(f"generation_config is a GenerationConfig, got {type(generation_config).__name__}")
     own = copy.deepcopy(generation_config)
     try:
         config, unknown = model._prepare_generation_config(own, **copy.copy(given))
@@ -129,19 +140,37 @@ def resolve(
     stop_ids = frozenset(int(t) for t in eos) if eos is not None else frozenset()
     pad = config._pad_token_tensor
     most_new = _max_new_tokens(model, config, width, explicit_length)
-    sampling = [
-        _sampling(model, config, len(row), width, most_new, _for_row(prefix_function, i), logits_processor, seed)
-        for i, row in enumerate(rows)
-    ]
+    check_sampling(SamplingParams(seed=seed))
+    num_return = int(config.num_return_sequences or 1)
+    prompts = [row for row in rows for _ in range(num_return)]
+    sampling: list[SamplingParams] = []
+    for i, prompt in enumerate(prompts):
+        # Processors of its own for every sequence: what one of them remembers must not reach another.
+        prefix = _for_row(prefix_function, i)
+        own_seed = None if seed is None else fold_seed(seed, i % num_return)
+        sampling.append(_sampling(model, config, prompt, width, most_new, prefix, logits_processor, own_seed))
     for params in sampling[:1]:
         check_sampling(params)
+        _warn_without_effect(config, params)
     return Resolved(
-        prompts=rows,
+        prompts=prompts,
         sampling=sampling,
-        stop=[StopRules(max_new_tokens=most_new, eos_token_ids=stop_ids) for _ in rows],
-        num_return_sequences=int(config.num_return_sequences or 1),
+        stop=[StopRules(max_new_tokens=most_new, eos_token_ids=stop_ids) for _ in prompts],
+        num_return_sequences=num_return,
         pad_token_id=int(pad) if pad is not None else 0,
     )
+
+
+def _warn_without_effect(config: GenerationConfig, params: SamplingParams) -> None:
+    idle = [name for name in ("cache_implementation", "cache_config") if getattr(config, name, None) is not None]
+    if config.use_cache is False:
+        idle.append("use_cache=False")
+    if params.seed is not None and params.greedy:
+        idle.append("seed without do_sample")
+    for name in idle:
+        if name not in _WARNED:
+            _WARNED.add(name)
+            log.warning("generate(): %s has no effect; the KV cache is specdec's own, greedy needs no seed", name)
 
 
 def _for_row(prefix_function: Any, row: int) -> Any:
@@ -166,6 +195,8 @@ def _max_new_tokens(model: Any, config: GenerationConfig, width: int, explicit_l
     if not explicit_length:
         limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
         total = width + int(config.max_length)
+        if limit and width >= limit:
+            raise InputError(f"the prompts are {width} tokens wide, the model's context limit is {limit}; shorten them")
         return (min(total, limit) if limit else total) - width
     if config.max_length <= width:
         raise InputError(
@@ -201,7 +232,7 @@ def _unpad(input_ids: Tensor, attention_mask: Tensor | None, config: GenerationC
 def _sampling(
     model: Any,
     config: GenerationConfig,
-    length: int,
+    prompt: list[int],
     width: int,
     most_new: int,
     prefix_function: Any,
@@ -210,21 +241,64 @@ def _sampling(
 ) -> SamplingParams:
     """Return one row's sampling, with lengths counted without its padding."""
     own = copy.copy(config)
+    length = len(prompt)
     own.max_length = length + most_new
     if own.min_new_tokens is not None:
         own.min_length = length + int(own.min_new_tokens)
     elif own.min_length:
         own.min_length = max(0, int(own.min_length) - (width - length))
-    processors = model._get_logits_processor(
-        generation_config=own,
-        input_ids_seq_length=length,
-        encoder_input_ids=None,
-        prefix_allowed_tokens_fn=prefix_function,
-        logits_processor=LogitsProcessorList(logits_processor or []),
-        device=str(model.device),
-        model_kwargs={},
-    )
-    return split_processors(list(processors), bool(own.do_sample), seed)
+    processors = _build_processors(model, own, prompt, prefix_function, logits_processor)
+    return split_processors(processors, bool(own.do_sample), seed)
+
+
+def _build_processors(
+    model: Any, config: GenerationConfig, prompt: list[int], prefix_function: Any, logits_processor: Any | None
+) -> list[Any]:
+    """Return transformers' own list of processors for one unpadded prompt."""
+    device = device_of(model)
+    try:
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=len(prompt),
+            encoder_input_ids=torch.tensor([prompt], device=device),  # of a decoder: its prompt
+            prefix_allowed_tokens_fn=prefix_function,
+            logits_processor=LogitsProcessorList(as_processors(logits_processor)),
+            device=str(device),
+            model_kwargs={},
+        )
+    except ValueError as error:
+        raise ConfigError(f"generate(): {error}") from error
+    return as_processors(list(processors))
+
+
+def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> list[Any]:
+    """Return the processors that the model's own generation config asks for, temperature and the like left out."""
+    config, _ = model._prepare_generation_config(None, do_sample=False)
+    config.max_length = len(prompt) + max_new_tokens
+    if config.min_new_tokens is not None:
+        config.min_length = len(prompt) + int(config.min_new_tokens)
+    model._prepare_special_tokens(config, True, device=device_of(model))
+    return _build_processors(model, config, prompt, None, None)
+
+
+def as_processors(given: Any) -> list[Any]:
+    """Return a list of logits processors from one, several or none.
+
+    Raises:
+        ConfigError: something in it cannot be called, or keeps a state that drafting cannot roll back.
+    """
+    if given is None:
+        return []
+    processors = [given] if callable(given) else given
+    if not isinstance(processors, list | tuple) or not all(callable(p) for p in processors):
+        raise ConfigError(f"logits_processor={given!r}; allowed: a LogitsProcessor or a list of them")
+    for processor in processors:
+        if type(processor).__name__ in STATEFUL:
+            raise ConfigError(
+                f"{type(processor).__name__} keeps a state from call to call, which drafting cannot roll back; "
+                "leave it out"
+            )
+    return list(processors)
 
 
 def split_processors(processors: list[Any], do_sample: bool, seed: int | None) -> SamplingParams:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -66,6 +67,7 @@ class Int8Linear(nn.Module):
         return out.reshape(*x.shape[:-1], -1).to(x.dtype)
 
 
+@cache
 def has_wide_int8() -> bool:
     """Tell whether the CPU multiplies 8 x 8 bits into 32 without saturating at 16 (VNNI, ARM dot product).
 

@@ -86,7 +86,8 @@ def calibration_ids(runner: ModelRunner, tokenizer: Any | None) -> Tensor:
     """Return [n, length] token ids to calibrate on: a text, or what the model itself says where none can be encoded."""
     if tokenizer is not None:
         ids = tokenizer(CALIBRATION_TEXT, return_tensors="pt").input_ids
-        return ids[:, : runner.max_positions or ids.shape[1]].to(runner.device)
+        if int(ids.max()) < runner.vocab_size:  # else it is another model's tokenizer
+            return ids[:, : runner.max_positions or ids.shape[1]].to(runner.device)
     num, length = 8, min(24, runner.max_positions or 24)
     ids = torch.linspace(0, runner.vocab_size - 1, num).long()[:, None].to(runner.device)
     generator = torch.Generator().manual_seed(0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,21 @@ from specdec.models.runner import ModelRunner
 
 _BYTES = 512 * 2**20  # far beyond any last-level cache
 _REQUEST_ID = -2
+
+
+@dataclass(frozen=True, slots=True)
+class _Timed:
+    """What is timed, and what puts its cache back and is not."""
+
+    call: Callable[[], object]
+    before: Callable[[], object] = lambda: None
+    after: Callable[[], object] = lambda: None
+
+
+def _wait(device: torch.device) -> None:
+    """Wait for what an accelerator still has to do, so that a clock read next includes it."""
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def _best_s(call: Callable[[], object], repeats: int = 7) -> float:
@@ -29,7 +45,8 @@ def _best_s(call: Callable[[], object], repeats: int = 7) -> float:
 
 def read_bandwidth_bytes_per_s() -> float:
     """Return the fastest of three ways to read 512 MiB once on the CPU: a sum, an integer sum, a one-row product."""
-    values = torch.randn(_BYTES // 4)
+    # A generator of its own: what a caller samples must not depend on a measurement.
+    values = torch.randn(_BYTES // 4, generator=torch.Generator().manual_seed(0))
     calls: list[Callable[[], object]] = [
         values.sum,
         lambda: values.view(torch.int32).sum(dtype=torch.int32),
@@ -37,7 +54,7 @@ def read_bandwidth_bytes_per_s() -> float:
     with torch.inference_mode():
         if can_prepack(values):
             packed = [prepack(part.view(-1, 1024)) for part in values.chunk(8)]
-            row = torch.randn(1, 1024)
+            row = values[:1024].view(1, 1024)
             calls.append(lambda: [prepacked_linear(row, p, None) for p in packed])
         return _BYTES / min(_best_s(call) for call in calls)
 
@@ -56,6 +73,8 @@ def measure_step_times(
 ) -> list[dict[str, float]]:
     """Return t(M): median seconds of a forward of M rows after `context` tokens, for each M.
 
+    Timed is the forward, which appends to a cache; making room for its rows and dropping them again is not.
+
     Args:
         runner: whose forward is timed.
         model: a transformers model whose own forward with its own cache is timed in turn with it, if given.
@@ -65,7 +84,7 @@ def measure_step_times(
     Returns:
         One {"rows", "runner_s", "transformers_s"} per M.
     """
-    ids = torch.arange(context + max(rows)) % runner.vocab_size
+    ids = torch.arange(context + max(rows), device=runner.device) % runner.vocab_size
     cache = runner.cache
     cache.open(_REQUEST_ID, context + max(rows))
     try:
@@ -76,20 +95,23 @@ def measure_step_times(
         for m in rows:
             segment = Segment(_REQUEST_ID, ids[context : context + m], None, torch.arange(m))
 
-            def ours(segment: Segment = segment, m: int = m) -> None:
-                cache.reserve(_REQUEST_ID, m)
-                runner.forward([segment])
-
-            calls: dict[str, Callable[[], object]] = {"runner_s": ours}
+            calls = {"runner_s": _our_call(runner, segment)}
             if model is not None:
-                calls["transformers_s"] = _transformers_call(model, ids, context, m)
-            table.append({"rows": float(m), **_median_in_turn(calls)})
+                calls["transformers_s"] = _transformers_call(model, ids.to(model.device), context, m)
+            table.append({"rows": float(m), **_median_in_turn(calls, runner.device)})
         return table
     finally:
         cache.release(_REQUEST_ID)
 
 
-def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> Callable[[], object]:
+def _our_call(runner: ModelRunner, segment: Segment) -> _Timed:
+    return _Timed(
+        lambda: runner.forward([segment]),
+        before=lambda: runner.cache.reserve(_REQUEST_ID, int(segment.token_ids.shape[0])),
+    )
+
+
+def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> _Timed:
     from transformers import DynamicCache
 
     past = DynamicCache(config=model.config)
@@ -99,17 +121,21 @@ def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> C
     def call() -> None:
         with torch.inference_mode():
             model(input_ids=ids[None, context : context + m], past_key_values=past, use_cache=True)
-        past.crop(-m)
 
-    return call
+    return _Timed(call, after=lambda: past.crop(-m))
 
 
-def _median_in_turn(calls: dict[str, Callable[[], object]], repeats: int = 11) -> dict[str, float]:
+def _median_in_turn(calls: dict[str, _Timed], device: torch.device, repeats: int = 11) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
-        for name, call in calls.items():
+        for name, timed in calls.items():
+            timed.before()
+            _wait(device)
             start = time.perf_counter()
-            call()
+            timed.call()
+            _wait(device)
+            seconds = time.perf_counter() - start
+            timed.after()
             if repeat >= 2:
-                times[name].append(time.perf_counter() - start)
+                times[name].append(seconds)
     return {name: sorted(values)[len(values) // 2] for name, values in times.items()}

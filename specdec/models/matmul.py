@@ -89,13 +89,14 @@ def _seconds(call: Callable[[], object]) -> float:
 
 def measure_table(shape: tuple[int, int], dtype: torch.dtype) -> KernelTable:
     """Time both kernels on random weights of one shape [out, in], for every row bucket, interleaved."""
-    first = torch.randn(shape).to(dtype)
+    generator = torch.Generator().manual_seed(0)  # not the global one: what a caller samples must not depend on this
+    first = torch.randn(shape, generator=generator).to(dtype)
     needed = -(-ROTATE_BYTES // (first.numel() * first.element_size()))
-    plain = [first, *(torch.randn(shape).to(dtype) for _ in range(needed - 1))]
+    plain = [first, *(torch.randn(shape, generator=generator).to(dtype) for _ in range(needed - 1))]
     packed = [prepack(w) for w in plain]
     default_s, prepacked_s = [], []
     for rows in ROW_BUCKETS:
-        x = torch.randn(rows, shape[1]).to(dtype)
+        x = torch.randn(rows, shape[1], generator=generator).to(dtype)
 
         def run_default(x: Tensor = x) -> None:
             for w in plain:

@@ -45,7 +45,7 @@ class ModelRunner:
         self.vocab_size, self.dtype = vocab_size, dtype
         self.supports_trees = supports_trees
         self.extra_weight_bytes = extra_weight_bytes
-        self.drafters: dict[Any, Any] = {}  # built from a name, for the next engine over this runner
+        self.loaded: dict[Any, Any] = {}  # models that drafters named, kept for the next engine over this program
         self.owner: int | None = None  # thread that first used it
         self.model = model  # the clone, for copies of it that share this cache
 
@@ -94,7 +94,10 @@ class ModelRunner:
 
     def with_own_cache(self) -> ModelRunner:
         """Return a runner of the same program over a new, empty cache."""
-        return self._other(self.program, KVCache(max_bytes=self.cache.max_bytes))
+        cache = KVCache(max_bytes=self.cache.max_bytes, bytes_per_token=self.cache.bytes_per_token)
+        other = self._other(self.program, cache, self.extra_weight_bytes)
+        other.loaded = self.loaded
+        return other
 
     def _other(self, program: Program, cache: KVCache, extra_weight_bytes: int = 0) -> ModelRunner:
         return ModelRunner(

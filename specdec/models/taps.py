@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import torch
@@ -31,17 +32,26 @@ class Taps:
         self._model = model
         self._num_layers = num_layers
         self._hooks: dict[int, Any] = {}
-        self._seen: dict[int, Tensor] = {}
+        self._blocks: nn.ModuleList | None = None
+        self._local = threading.local()  # programs are shared between threads, a forward is not
+
+    @property
+    def _seen(self) -> dict[int, Tensor]:
+        if not hasattr(self._local, "seen"):
+            self._local.seen = {}
+        return self._local.seen
 
     def prepare(self, spec: FeatureSpec) -> None:
         """Install what `spec` needs; an installed hook costs a dictionary write per forward."""
         self._seen.clear()
-        blocks = find_blocks(self._model, self._num_layers) if spec.layers else ()
+        if spec.layers and self._blocks is None:
+            self._blocks = find_blocks(self._model, self._num_layers)
         for layer in spec.layers:
             if not 0 <= layer < self._num_layers:
                 raise UnsupportedModelError(f"feature layer {layer} of a model with {self._num_layers} layers")
             if layer not in self._hooks:
-                self._hooks[layer] = blocks[layer].register_forward_hook(self._catch(layer))
+                assert self._blocks is not None
+                self._hooks[layer] = self._blocks[layer].register_forward_hook(self._catch(layer))
         if spec.final_norm and -1 not in self._hooks:
             self._hooks[-1] = self._model.base_model.register_forward_hook(self._catch_last)  # type: ignore[union-attr]
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from specdec.drafters import draft_model
 from specdec.engine import Engine
 from specdec.interfaces import DraftRequest, SamplingParams, TokenTree
 from specdec.request import Request
@@ -82,6 +83,24 @@ def test_fault_08_a_draft_model_equal_to_the_target(name: str, depths: list[int]
     for i, prompt in enumerate(PROMPTS):
         got = [t for step in first for row, tokens, _ in step if row == i for t in tokens]
         assert got == reference(model, prompt, 24)
+
+
+def test_fault_08_a_draft_model_catches_up_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its cache begins small and moves to longer runs; long tails of unknown tokens are read in chunks."""
+    monkeypatch.setattr(draft_model, "_CHUNK_TOKENS", 4)
+    monkeypatch.setattr(draft_model, "_FIRST_RUN_TOKENS", 3)
+    model = model_of(named("qwen3"))
+    engine = engine_of(model, "draft_model", {"model": model}, max_draft_tokens=3)
+    requests = [add(engine, prompt, 40) for prompt in prompts(3, 23, 9)]
+    for step in range(100):
+        # Now and then several steps go by without drafts.
+        engine._scheduler.max_draft_tokens = 0 if step % 11 > 4 else 3
+        engine.step()
+        check_all_kv(engine, requests, engine.drafter._runner)
+        if not engine.has_unfinished:
+            break
+    assert [r.new_tokens for r in requests] == [reference(model, p, 40) for p in prompts(3, 23, 9)]
+    assert all(r.stats.acceptance_rate == 1.0 for r in requests)
 
 
 @pytest.mark.parametrize("drafter", ["draft_model", "oracle"])
