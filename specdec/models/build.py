@@ -149,7 +149,7 @@ def _lean_program(clone: Any, reference: Reference, factory: KernelFactory | Non
     except (AttributeError, RuntimeError, TypeError) as error:  # built of other parts than its model_type says
         log.info("the lean forward does not fit %s (%s); not used", name, error)
         return None
-    if difference > LEAN_TOLERANCE[reference.left.dtype]:
+    if not difference <= LEAN_TOLERANCE[reference.left.dtype]:  # NaN included
         log.info("the lean forward differs from %s by %.2g; not used", name, difference)
         return None
     return program

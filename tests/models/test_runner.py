@@ -287,6 +287,10 @@ class TestTheGate:
         got = specdec.generate(model, one(PROMPTS[1]), max_new_tokens=8, do_sample=False)
         assert got[0, 7:].tolist() == reference(model, PROMPTS[1], 8)
 
+    def test_a_lean_program_of_nan_is_not_used(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(LeanProgram, "_rope", lambda self, plan, dtype: (torch.tensor(torch.nan),) * 2)
+        assert isinstance(build_runner(build(named("llama"))).program, HostedProgram)
+
     def test_a_model_that_differs_is_refused(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(build_module, "base_forward", lambda model, ids: base_forward(model, ids) * 1.01)
         with pytest.raises(
