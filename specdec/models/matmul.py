@@ -140,9 +140,11 @@ class KernelTables:
             self._tables = {}
             try:
                 stored = json.loads((ensure_cache_dir() / self._name).read_text())["tables"]
-                self._tables = {k: KernelTable(tuple(a), tuple(b)) for k, (a, b) in stored.items()}
-            except (OSError, ValueError, KeyError, TypeError):  # absent, unreadable or damaged: measure again
-                self._tables = {}
+                tables = {k: KernelTable(tuple(a), tuple(b)) for k, (a, b) in stored.items()}
+                if all(len(t.default_s) == len(t.prepacked_s) == len(ROW_BUCKETS) for t in tables.values()):
+                    self._tables = tables
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                pass  # absent, unreadable or damaged: measured again
         return self._tables
 
     def _save(self) -> None:
