@@ -88,7 +88,7 @@ def test_greedy_ids_are_transformers(
     assert whole.num_emitted_tokens == 4 * (NUM_NEW - 1)
     assert whole.acceptance_length is not None
     if drafter == "self_int8":
-        assert whole.acceptance_length >= 3.5  # 4.4 when this was written, of 5
+        assert whole.acceptance_length >= 3.5  # 4.5 when this was written, of at most 4.7
     if drafter == "draft_model":
         assert whole.acceptance_rate is not None
         assert whole.acceptance_rate > 0.95  # the same model; near-ties apart everything is accepted

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-import random
 from collections import Counter
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 from torch import Tensor
 
 from specdec.errors import OutOfCacheError
@@ -30,6 +33,9 @@ class Sequence:
         self.reserved = 0
         self.rows: list[tuple[int, int]] = []  # (token, parent row or -1)
 
+    def can_run(self) -> bool:
+        return self.reserved > len(self.rows)
+
     def path_to(self, row: int) -> list[int]:
         path = []
         while row >= 0:
@@ -38,119 +44,179 @@ class Sequence:
         return path[::-1]
 
 
-class Driver:
-    """Random operations on one cache with several requests, and what they should have done."""
+class Operations(RuleBasedStateMachine):
+    """Any operations on one cache with several requests, and what they should have done. Hypothesis chooses."""
 
-    def __init__(self, seed: int) -> None:
-        self.random = random.Random(seed)
+    counts: ClassVar[Counter[str]] = Counter()
+
+    def __init__(self) -> None:
+        super().__init__()
         self.runner = private_runner(model_of(named("llama")))
         self.cache = self.runner.cache
         self.sequences: dict[int, Sequence] = {}
-        self.counts: Counter[str] = Counter()
 
-    def run(self, num_operations: int) -> None:
-        weights = {
-            self.open: 2, self.release: 1, self.reserve: 12, self.forward: 14, self.rewind: 1, self.commit: 7,
-            self.extend: 1, self.restore: 1,
-        }  # fmt: skip
-        for operation in self.random.choices(list(weights), list(weights.values()), k=num_operations):
-            if len(self.sequences) < 2:
-                operation = self.open
-            operation()
-            self.counts[operation.__name__] += 1
-            self.check()
+    def ids(self, wanted: Callable[[Sequence], bool] = lambda s: True) -> list[int]:
+        return [i for i, s in self.sequences.items() if wanted(s)]
 
-    def check(self) -> None:
+    def pick(self, data: Any, wanted: Callable[[Sequence], bool] = lambda s: True) -> tuple[int, Sequence]:
+        request_id = data.draw(st.sampled_from(self.ids(wanted)), label="request")
+        return request_id, self.sequences[request_id]
+
+    def has_requests(self) -> bool:
+        return bool(self.sequences)
+
+    def has_room(self) -> bool:
+        return bool(self.ids(Sequence.can_run))
+
+    def has_rows(self) -> bool:
+        return any(s.rows for s in self.sequences.values())
+
+    @invariant()
+    def contents_are_a_fresh_prefills(self) -> None:
         self.cache.check_integrity()
         for request_id, s in self.sequences.items():
             assert self.cache.context_len(request_id) == len(s.tokens)
             assert self.cache.room(request_id) == s.max_tokens - len(s.tokens)
             assert_fresh_kv(self.runner, request_id, s.tokens)
 
-    def pick(self) -> tuple[int, Sequence]:
-        return self.random.choice(list(self.sequences.items()))
+    @precondition(lambda self: len(self.sequences) < 4)
+    @rule(max_tokens=st.integers(1, 40))
+    def open(self, max_tokens: int) -> None:
+        request_id = max(self.sequences, default=0) + 1
+        self.cache.open(request_id, max_tokens)
+        self.sequences[request_id] = Sequence(max_tokens)
 
-    def open(self) -> None:
-        if len(self.sequences) < 4:
-            request_id = max(self.sequences, default=0) + 1
-            self.sequences[request_id] = Sequence(self.random.randint(1, 40))
-            self.cache.open(request_id, self.sequences[request_id].max_tokens)
-
-    def release(self) -> None:
-        request_id, _ = self.pick()
+    @precondition(has_requests)
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        request_id, _ = self.pick(data)
         self.cache.release(request_id)
         self.cache.release(request_id)  # again changes nothing
         del self.sequences[request_id]
 
-    def reserve(self) -> None:
-        request_id, s = self.pick()
-        n = self.random.randint(0, 12)
+    @precondition(has_requests)
+    @rule(data=st.data(), n=st.integers(0, 12))
+    def reserve(self, data: Any, n: int) -> None:
+        request_id, s = self.pick(data)
         if len(s.tokens) + n > s.max_tokens:
             with pytest.raises(OutOfCacheError, match=f"holds {len(s.tokens)} tokens of {s.max_tokens}"):
                 self.cache.reserve(request_id, n)
+            self.counts["refused"] += 1
             return
         self.cache.reserve(request_id, n)
         s.reserved, s.rows = n, []
 
-    def forward(self) -> None:
-        """One packed forward of one to three requests: chains and trees, also on top of earlier rows."""
-        able = [i for i, s in self.sequences.items() if s.reserved > len(s.rows)]
-        segments = []
-        for request_id in self.random.sample(able, min(len(able), self.random.randint(1, 3))):
-            s = self.sequences[request_id]
-            used = len(s.rows)
-            m = self.random.randint(1, s.reserved - used)
-            ids = [self.random.randrange(64) for _ in range(m)]
-            tree = self.random.random() < 0.6
-            above = [self.random.randint(-1, used + i - 1) if tree else used + i - 1 for i in range(m)]
-            s.rows += zip(ids, above, strict=True)
-            segments.append(Segment(request_id, torch.tensor(ids), torch.tensor(above) if tree else None, NONE))
-            self.counts["trees"] += tree
-        if segments:
-            self.runner.forward(segments)
+    def segment(self, data: Any, request_id: int) -> Segment:
+        """Return a drawn chain or tree for a reservation, on top of its earlier rows or beside them."""
+        s = self.sequences[request_id]
+        used = len(s.rows)
+        ids = data.draw(st.lists(st.integers(0, 63), min_size=1, max_size=s.reserved - used), label="ids")
+        tree = data.draw(st.booleans(), label="tree")
+        if tree:
+            parents = [st.integers(-1, used + i - 1) for i in range(len(ids))]
+            above = list(data.draw(st.tuples(*parents), label="parents"))
+        else:
+            above = [used + i - 1 for i in range(len(ids))]
+        s.rows += zip(ids, above, strict=True)
+        self.counts["trees"] += tree
+        return Segment(request_id, torch.tensor(ids), torch.tensor(above) if tree else None, NONE)
 
-    def rewind(self) -> None:
-        request_id, s = self.pick()
+    @precondition(has_room)
+    @rule(data=st.data())
+    def forward(self, data: Any) -> None:
+        """One packed forward of one to three requests."""
+        able = st.sampled_from(self.ids(Sequence.can_run))
+        chosen = data.draw(st.lists(able, min_size=1, max_size=3, unique=True), label="requests")
+        self.runner.forward([self.segment(data, request_id) for request_id in chosen])
+        self.counts["packed"] += len(chosen) > 1
+
+    @precondition(has_rows)
+    @rule(data=st.data())
+    def rewind(self, data: Any) -> None:
+        request_id, s = self.pick(data, lambda s: bool(s.rows))
         self.cache.rewind(request_id)
         s.rows = []
 
-    def commit(self) -> None:
-        request_id, s = self.pick()
-        path = s.path_to(self.random.randint(-1, len(s.rows) - 1))
+    @precondition(has_rows)
+    @rule(data=st.data())
+    def commit(self, data: Any) -> None:
+        """Keep a drawn root path; -1 rejects everything."""
+        request_id, s = self.pick(data, lambda s: bool(s.rows))
+        last = data.draw(st.integers(-1, len(s.rows) - 1), label="last kept row")
+        path = s.path_to(last)
         self.cache.commit(request_id, torch.tensor(path, dtype=torch.int64))
+        self.counts["moved"] += path != list(range(len(path)))
+        self.counts["rejected"] += len(path) < len(s.rows)
         s.tokens += [s.rows[row][0] for row in path]
         s.reserved, s.rows = 0, []
-        self.counts["moved"] += path != list(range(len(path)))
 
-    def extend(self) -> None:
-        request_id, s = self.pick()
-        s.max_tokens += self.random.randint(0, 20)
+    @precondition(has_requests)
+    @rule(data=st.data(), width=st.integers(1, 12))
+    def step(self, data: Any, width: int) -> None:
+        """What the engine does: reserve, draft and rewind, one forward, keep a path."""
+        request_id, s = self.pick(data)
+        n = min(width, s.max_tokens - len(s.tokens))
+        if n == 0:
+            return
+        self.cache.reserve(request_id, n)
+        s.reserved, s.rows = n, []
+        for _ in range(2):
+            self.cache.rewind(request_id)
+            s.rows = []
+            self.runner.forward([self.segment(data, request_id)])
+        self.commit(data)
+
+    @precondition(has_requests)
+    @rule(data=st.data(), more=st.integers(0, 20))
+    def extend(self, data: Any, more: int) -> None:
+        request_id, s = self.pick(data)
+        s.max_tokens += more
         self.cache.extend(request_id, s.max_tokens)
         s.reserved, s.rows = 0, []
+        self.counts["extended"] += bool(s.tokens)
 
-    def restore(self) -> None:
-        request_id, s = self.pick()
-        del s.tokens[self.random.randint(0, len(s.tokens)) :]
+    @precondition(has_requests)
+    @rule(data=st.data())
+    def restore(self, data: Any) -> None:
+        request_id, s = self.pick(data)
+        del s.tokens[data.draw(st.integers(0, len(s.tokens)), label="context_len") :]
         self.cache.restore(request_id, len(s.tokens))
         s.reserved, s.rows = 0, []
+        self.counts["restored"] += 1
 
 
-@pytest.mark.parametrize("seed", range(12))
-def test_fault_08_contents_equal_a_fresh_prefill_after_any_operations(seed: int) -> None:
-    Driver(seed).run(200)
+def run_operations(*, max_examples: int, shrink: bool = True) -> Counter[str]:
+    """Run drawn sequences of operations, the same ones every time, and return how often what happened."""
+
+    class Counted(Operations):
+        counts: ClassVar[Counter[str]] = Counter()
+
+    chosen = settings(
+        max_examples=max_examples,
+        stateful_step_count=40,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        report_multiple_bugs=False,
+        suppress_health_check=list(HealthCheck),
+        phases=[Phase.generate, Phase.shrink] if shrink else [Phase.generate],
+    )
+    run_state_machine_as_test(Counted, settings=chosen)
+    return Counted.counts
 
 
-def test_the_operations_are_worth_running() -> None:
-    driver = Driver(0)
-    driver.run(400)
-    assert min(driver.counts[name] for name in ("trees", "moved", "restore", "extend")) >= 3, driver.counts
+def test_fault_08_contents_equal_a_fresh_prefill_after_any_operations() -> None:
+    counts = run_operations(max_examples=150)
+    interesting = ("trees", "packed", "moved", "rejected", "restored", "extended", "refused")
+    print("COUNTS", counts)
+    assert min(counts[name] for name in interesting) >= 50, counts
 
 
 @pytest.mark.parametrize("broken", ["_move", "_copy"])
 def test_a_cache_that_moves_nothing_is_found_out(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, broken, lambda *args: None)
     with pytest.raises(AssertionError, match="keys of layer"):
-        Driver(0).run(600)
+        run_operations(max_examples=150, shrink=False)
 
 
 class HeldDown:
