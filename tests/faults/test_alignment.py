@@ -119,6 +119,18 @@ def test_fault_08_full_acceptance(sampling: SamplingParams, drafter: str) -> Non
         assert request.stats.num_steps == 4
 
 
+def test_fault_08_accepted_drafts_keep_their_kv() -> None:
+    """Recomputing them would be right too, and slow: the draft model reads no accepted token twice."""
+    model = model_of(named("llama"))
+    engine = engine_of(model, "draft_model", {"model": model}, max_draft_tokens=4)
+    request = add(engine, PROMPTS[1], 40)
+    engine.step()
+    for _ in range(5):
+        engine.step()
+        # All but the last draft, which is never run, and the next token.
+        assert engine.drafter._runner.cache.context_len(request.request_id) == len(request.tokens) - 2
+
+
 def test_fault_08_full_acceptance_by_rejection() -> None:
     model = model_of(named("llama"))
     engine = engine_of(model, "draft_model", {"model": model}, max_draft_tokens=4)

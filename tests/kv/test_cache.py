@@ -11,7 +11,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 from torch import Tensor
 
 from specdec.errors import OutOfCacheError
@@ -35,6 +42,9 @@ class Sequence:
 
     def can_run(self) -> bool:
         return self.reserved > len(self.rows)
+
+    def is_not_full(self) -> bool:
+        return len(self.tokens) < self.max_tokens
 
     def path_to(self, row: int) -> list[int]:
         path = []
@@ -77,7 +87,14 @@ class Operations(RuleBasedStateMachine):
         for request_id, s in self.sequences.items():
             assert self.cache.context_len(request_id) == len(s.tokens)
             assert self.cache.room(request_id) == s.max_tokens - len(s.tokens)
+            kept = self.cache._sequences[request_id]
+            assert (kept.reserved, kept.used) == (s.reserved, len(s.rows))
             assert_fresh_kv(self.runner, request_id, s.tokens)
+
+    @initialize(lengths=st.lists(st.integers(8, 40), min_size=1, max_size=3))
+    def begin(self, lengths: list[int]) -> None:
+        for max_tokens in lengths:
+            self.open(max_tokens)
 
     @precondition(lambda self: len(self.sequences) < 4)
     @rule(max_tokens=st.integers(1, 40))
@@ -140,31 +157,43 @@ class Operations(RuleBasedStateMachine):
     @precondition(has_rows)
     @rule(data=st.data())
     def commit(self, data: Any) -> None:
-        """Keep a drawn root path; -1 rejects everything."""
-        request_id, s = self.pick(data, lambda s: bool(s.rows))
-        last = data.draw(st.integers(-1, len(s.rows) - 1), label="last kept row")
-        path = s.path_to(last)
+        self.keep_a_path(data, self.pick(data, lambda s: bool(s.rows))[0])
+
+    def keep_a_path(self, data: Any, request_id: int) -> None:
+        """Commit a drawn root path; the one to row -1 is empty and rejects everything."""
+        s = self.sequences[request_id]
+        path = s.path_to(data.draw(st.integers(-1, len(s.rows) - 1), label="last kept row"))
         self.cache.commit(request_id, torch.tensor(path, dtype=torch.int64))
         self.counts["moved"] += path != list(range(len(path)))
         self.counts["rejected"] += len(path) < len(s.rows)
         s.tokens += [s.rows[row][0] for row in path]
         s.reserved, s.rows = 0, []
 
-    @precondition(has_requests)
-    @rule(data=st.data(), width=st.integers(1, 12))
-    def step(self, data: Any, width: int) -> None:
-        """What the engine does: reserve, draft and rewind, one forward, keep a path."""
-        request_id, s = self.pick(data)
-        n = min(width, s.max_tokens - len(s.tokens))
-        if n == 0:
-            return
-        self.cache.reserve(request_id, n)
-        s.reserved, s.rows = n, []
-        for _ in range(2):
-            self.cache.rewind(request_id)
-            s.rows = []
-            self.runner.forward([self.segment(data, request_id)])
-        self.commit(data)
+    def not_full(self) -> bool:
+        return any(s.is_not_full() for s in self.sequences.values())
+
+    @precondition(not_full)
+    @rule(data=st.data(), most=st.integers(1, 12))
+    def step(self, data: Any, most: int) -> None:
+        """What an engine does: reserve, draft and rewind, one packed forward or two, keep a path each."""
+        able = st.sampled_from(self.ids(Sequence.is_not_full))
+        chosen = data.draw(st.lists(able, min_size=1, max_size=4, unique=True), label="requests")
+        for request_id in chosen:
+            s = self.sequences[request_id]
+            s.reserved, s.rows = min(most, s.max_tokens - len(s.tokens)), []
+            self.cache.reserve(request_id, s.reserved)
+            if data.draw(st.booleans(), label="drafts"):
+                self.runner.forward([self.segment(data, request_id)])
+                self.cache.rewind(request_id)
+                s.rows = []
+        self.runner.forward([self.segment(data, request_id) for request_id in chosen])
+        self.counts["packed"] += len(chosen) > 1
+        more = [i for i in chosen if self.sequences[i].can_run()]
+        if more and data.draw(st.booleans(), label="a second forward"):
+            self.runner.forward([self.segment(data, request_id) for request_id in more])
+            self.counts["continued"] += 1
+        for request_id in chosen:
+            self.keep_a_path(data, request_id)
 
     @precondition(has_requests)
     @rule(data=st.data(), more=st.integers(0, 20))
@@ -206,9 +235,8 @@ def run_operations(*, max_examples: int, shrink: bool = True) -> Counter[str]:
 
 
 def test_fault_08_contents_equal_a_fresh_prefill_after_any_operations() -> None:
-    counts = run_operations(max_examples=150)
-    interesting = ("trees", "packed", "moved", "rejected", "restored", "extended", "refused")
-    print("COUNTS", counts)
+    counts = run_operations(max_examples=250)
+    interesting = ("trees", "packed", "moved", "rejected", "restored", "extended", "refused", "continued")
     assert min(counts[name] for name in interesting) >= 50, counts
 
 
@@ -216,7 +244,7 @@ def test_fault_08_contents_equal_a_fresh_prefill_after_any_operations() -> None:
 def test_a_cache_that_moves_nothing_is_found_out(broken: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(KVCache, broken, lambda *args: None)
     with pytest.raises(AssertionError, match="keys of layer"):
-        run_operations(max_examples=150, shrink=False)
+        run_operations(max_examples=250, shrink=False)
 
 
 class HeldDown:
