@@ -43,7 +43,7 @@ class DraftModelDrafter:
 
     @classmethod
     def build(cls, context: DrafterContext, model: Any = None, tokenizer: Any = None, dtype: Any = None) -> Any:
-        """Build from a model object, or a name or path that is loaded, in `dtype` if given.
+        """Build from a model object, or a name or path that is loaded, in `dtype` or else the target's.
 
         Raises:
             ConfigError: there is no model, or `dtype` is given for one that is loaded already.
@@ -59,7 +59,7 @@ class DraftModelDrafter:
         elif context.load_model is None:
             raise ConfigError(f"drafter 'draft_model': model={model!r} must be a model object here")
         else:
-            model, loaded = context.load_model(model, dtype=dtype)
+            model, loaded = context.load_model(model, dtype=context.runner.dtype if dtype is None else dtype)
             tokenizer = tokenizer or loaded
         runner = runner_for(model, RunnerConfig()).with_own_cache()
         check_same_vocabulary(runner.vocab_size, tokenizer, context.vocab_size, context.tokenizer)

@@ -426,10 +426,17 @@ class Engine:
             self.target.cache.restore(request.request_id, context_len)
         if told:
             for request, _, _ in saved:
-                self.drafter.release(request.request_id)
-                known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
-                if request.num_computed:
-                    self.drafter.observe([Observation(request.request_id, 0, known)])
+                self._tell_anew(request)
+
+    def _tell_anew(self, request: Request) -> None:
+        """Give a drafter the tokens of a request as if it had never heard of it; hidden states are gone."""
+        known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
+        try:
+            self.drafter.release(request.request_id)
+            if request.num_computed:
+                self.drafter.observe([Observation(request.request_id, 0, known)])
+        except Exception:  # the step's own error goes on to the caller; the other requests must still be told
+            log.exception("drafter %r could not take request %s back", self.drafter.name, request.request_id)
 
     def _warn_if_idle(self, request: Request) -> None:
         """Say once that drafting cost more than it gave: what goes unnoticed is never switched off."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
+from copy import deepcopy
 from typing import Any
 
 import pytest
@@ -60,7 +61,7 @@ def snapshot(engine: Engine, requests: Sequence[Request]) -> list[Any]:
             list(r.tokens),
             r.num_computed,
             r.finish_reason,
-            r.stats.copy(),
+            deepcopy(r.stats),  # stats.copy() shares the emissions
             cache.context_len(r.request_id),
             [t.clone() for layer in cache.layers for t in cache.contents(r.request_id, layer)],
         )

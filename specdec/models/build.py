@@ -18,7 +18,7 @@ from specdec.kv.cache import KVCache
 from specdec.models import lean
 from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
 from specdec.models.compatibility import refuse_unsupported
-from specdec.models.conformance import LEAN_TOLERANCE, Reference, compare, conforms, take_reference
+from specdec.models.conformance import LEAN_TOLERANCE, PROBE_TOKENS, Reference, compare, conforms, take_reference
 from specdec.models.hosted import HostedProgram, base_forward
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables
 from specdec.models.runner import ModelRunner, Program
@@ -78,6 +78,11 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
     clone: Any = clone_sharing_parameters(model)
     device = device_of(clone)
     vocab_size = clone.config.get_text_config().vocab_size
+    limit = getattr(clone.config.get_text_config(), "max_position_embeddings", None)
+    if limit and limit < PROBE_TOKENS:
+        raise UnsupportedModelError(
+            f"{type(model).__name__} has {limit} positions; the comparison before use needs {PROBE_TOKENS}"
+        )
     reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
     if bool((reference.left.isnan() | reference.left.isposinf()).any()):  # -inf may stand at padding ids
         raise ModelOutputError(

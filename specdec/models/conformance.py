@@ -23,6 +23,7 @@ LEAN_TOLERANCE = {**TOLERANCE, torch.bfloat16: 0.03, torch.float16: 0.005}
 PREFIX = 7
 PARENTS = (-1, 0, 0, 1, 2)
 LEFT, RIGHT = (0, 1, 3), (0, 2, 4)
+PROBE_TOKENS = PREFIX + len(LEFT) + 1
 
 
 @dataclass(frozen=True, slots=True)

@@ -341,7 +341,7 @@ def test_a_runner_dies_with_its_model() -> None:
 def test_a_draft_model_is_loaded_in_the_dtype_asked_for(tmp_path: Any) -> None:
     build(named("llama"), torch.float32, seed=1).save_pretrained(tmp_path)
     target = model_of(named("llama"))
-    for dtype, want in ((None, torch.float32), ("bfloat16", torch.bfloat16)):
+    for dtype, want in ((None, target.dtype), ("bfloat16", torch.bfloat16)):
         llm = specdec.LLM(target, drafter="draft_model", drafter_options={"model": str(tmp_path), "dtype": dtype})
         assert llm.engine.drafter._runner.dtype == want
         assert llm.generate(PROMPTS[0], max_new_tokens=8)[0].token_ids == reference(target, PROMPTS[0], 8)
