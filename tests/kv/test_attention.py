@@ -13,6 +13,8 @@ from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
 from specdec.kv.plan import MaskPattern, sliding_window
 
+NONE = torch.tensor([], dtype=torch.int64)
+
 
 class TestAttention:
     """`attend` against the textbook formula."""
