@@ -52,6 +52,8 @@ class RunnerConfig:
 _Kept = dict[RunnerConfig, tuple[tuple[object, ...], ModelRunner]]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 _BUILDING = threading.Lock()
+# What code of a model raises when it meets inputs or dtypes it was not written for; our own errors are ValueErrors.
+_MODEL_ERRORS = (RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
 
 def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
@@ -83,13 +85,20 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
         raise UnsupportedModelError(
             f"{type(model).__name__} has {limit} positions; the comparison before use needs {PROBE_TOKENS}"
         )
-    reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
+    name = type(model).__name__
+    try:
+        reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(f"{name}'s own forward fails on a probe of 11 tokens: {error}") from error
     if bool((reference.left.isnan() | reference.left.isposinf()).any()):  # -inf may stand at padding ids
         raise ModelOutputError(
-            f"{type(model).__name__}'s own forward gives NaN or infinite logits on a probe of random tokens; check the "
+            f"{name}'s own forward gives NaN or infinite logits on a probe of random tokens; check the "
             "weights and the dtype (float16 overflows in some models)"
         )
-    program, trees, extra = _choose_program(clone, reference, config)
+    try:
+        program, trees, extra = _choose_program(clone, reference, config)
+    except _MODEL_ERRORS as error:
+        raise UnsupportedModelError(f"{name} does not run over specdec's KV cache: {error}") from error
     runner = ModelRunner(
         program,
         KVCache(max_bytes=config.kv_memory_bytes),

@@ -111,6 +111,8 @@ def resolve(
         UnsupportedModelError: the model cannot run here, which is said before its options are.
     """
     refuse_unsupported(model)
+    if model.generation_config is None:
+        raise ConfigError("the model's generation_config is None; set a GenerationConfig, or use specdec.LLM")
     given = {k: v for k, v in kwargs.items() if v is not None}
     _refuse(given)
     prefix_function = given.pop("prefix_allowed_tokens_fn", None)
@@ -135,7 +137,8 @@ def resolve(
     explicit_length = explicit_length or getattr(model.generation_config, "max_length", None) is not None
     rows = _unpad(input_ids, attention_mask, config)
     width = int(input_ids.shape[1])
-    model._prepare_special_tokens(config, attention_mask is not None, device=input_ids.device)
+    # True, or it warns of a missing mask, which is inferred here as transformers infers it.
+    model._prepare_special_tokens(config, True, device=input_ids.device)
     eos = config._eos_token_tensor
     stop_ids = frozenset(int(t) for t in eos) if eos is not None else frozenset()
     pad = config._pad_token_tensor
@@ -273,6 +276,8 @@ def _build_processors(
 
 def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> list[Any]:
     """Return the processors that the model's own generation config asks for, temperature and the like left out."""
+    if model.generation_config is None:
+        return []
     config, _ = model._prepare_generation_config(None, do_sample=False)
     config.max_length = len(prompt) + max_new_tokens
     if config.min_new_tokens is not None:
