@@ -213,10 +213,10 @@ def main(config: DictConfig) -> None:
     except SpecdecError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
         sys.exit(2)
+    show(result)  # first: a result that cannot be written is still seen
     path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "speedup.json")
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1))
-    show(result)
     console.print(f"written to {path}", highlight=False)
 
 

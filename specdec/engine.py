@@ -122,6 +122,12 @@ class Engine:
                 "use verifier='match' with them"
             )
         stop = self._check_prompt(prompt_token_ids, stop)
+        if stop.max_total_tokens is not None and len(prompt_token_ids) + stop.max_new_tokens > stop.max_total_tokens:
+            self._warn_once(
+                "context",
+                f"a prompt of {len(prompt_token_ids)} tokens and {stop.max_new_tokens} new ones pass the context limit "
+                f"of {stop.max_total_tokens}; generation ends there",
+            )
         total = min(len(prompt_token_ids) + stop.max_new_tokens, stop.max_total_tokens or 1 << 62)
         self.target.cache.check_fits(total)
         seed = sampling.seed

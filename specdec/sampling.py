@@ -72,7 +72,14 @@ def apply_processors(logits_row: Tensor, ids: Tensor, processors: Iterable[Any])
     """
     scores = logits_row.to(torch.float32, copy=True)
     for processor in processors:
-        scores = processor(ids, scores)
+        result = processor(ids, scores)
+        if not isinstance(result, Tensor) or result.numel() != logits_row.numel():
+            got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            raise ConfigError(
+                f"logits processor {type(processor).__name__} returned {got}; allowed: a tensor of shape "
+                f"{tuple(logits_row.shape)}"
+            )
+        scores = result.reshape(logits_row.shape)
     return scores
 
 

@@ -226,6 +226,8 @@ def _unpad(input_ids: Tensor, attention_mask: Tensor | None, config: GenerationC
             f"attention_mask has shape {tuple(attention_mask.shape)} and input_ids {tuple(input_ids.shape)}; "
             "allowed: equal shapes"
         )
+    if not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
+        raise InputError("attention_mask holds values other than 0 (padding) and 1; additive masks are not supported")
     empty = (attention_mask == 0).all(dim=1).nonzero()
     if empty.numel() and input_ids.shape[1]:
         raise InputError(f"row {int(empty[0, 0])} of input_ids is padding only; give it at least one token")
