@@ -44,8 +44,8 @@ class _TargetDrafter:
         self.target_cache = context.runner.cache
 
     def _num_right(self, request: DraftRequest, row: int, depth: int, noise: Noise) -> int:
-        """Return how many of `depth` drafted tokens should be accepted."""
-        raise NotImplementedError
+        """Return how many of `depth` drafted tokens should be accepted: here, all."""
+        return depth
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
         trees = [self._draft_one(request, row, requests, noise) for row, request in enumerate(requests)]
@@ -142,22 +142,30 @@ class ScriptedDrafter(_TargetDrafter):
         if not accept_counts or any(count < 0 for count in accept_counts):
             raise ConfigError(f"accept_counts={list(accept_counts)}; allowed: at least one number >= 0")
         self.accept_counts = tuple(accept_counts)
-        self._steps: dict[int, int] = {}
+        self._steps: dict[int, int] = {}  # steps that came to an end, by request
+        self._drafted: set[int] = set()  # requests whose last draft has not been heard of yet
 
     @classmethod
     def build(cls, context: DrafterContext, accept_counts: Sequence[int], width: int = 1) -> ScriptedDrafter:
         return cls(context, accept_counts, width)
 
     def _num_right(self, request: DraftRequest, row: int, depth: int, noise: Noise) -> int:
-        step = self._steps.get(request.request_id, 0)
-        self._steps[request.request_id] = step + 1
-        return self.accept_counts[step % len(self.accept_counts)]
+        self._drafted.add(request.request_id)
+        return self.accept_counts[self._steps.get(request.request_id, 0) % len(self.accept_counts)]
+
+    def observe(self, seen: Sequence[Observation]) -> None:
+        # Here and not when drafting: a step that failed is drafted again and is the same line of the script.
+        for request_id in {o.request_id for o in seen} & self._drafted:
+            self._drafted.remove(request_id)
+            self._steps[request_id] = self._steps.get(request_id, 0) + 1
 
     def release(self, request_id: int) -> None:
         self._steps.pop(request_id, None)
+        self._drafted.discard(request_id)
 
     def reset(self) -> None:
         self._steps.clear()
+        self._drafted.clear()
 
 
 class RandomDrafter:

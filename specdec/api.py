@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -24,11 +23,8 @@ from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
 from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
 from specdec.request import Request, StopRules
-from specdec.sampling import check_sampling
+from specdec.sampling import check_sampling, warn_ignored
 from specdec.stats import RequestStats
-
-log = logging.getLogger("specdec")
-_WARNED: set[str] = set()
 
 __all__ = [
     "LLM",
@@ -40,7 +36,6 @@ __all__ = [
     "measure_step_times",
     "read_bandwidth_bytes_per_s",
     "run",
-    "warn_without_effect",
     "weight_bytes_per_step",
 ]
 
@@ -61,7 +56,9 @@ def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
     if verifier == "auto":
         match, rejection = VERIFIERS.load("match")(), VERIFIERS.load("rejection")()
         return VerifierChoice(greedy=match, seeded=match, sampled=rejection)
-    rule = VERIFIERS.load(verifier)() if isinstance(verifier, str) else verifier
+    rule: Any = VERIFIERS.load(verifier) if isinstance(verifier, str) else verifier
+    if isinstance(verifier, str) and isinstance(rule, type):
+        rule = rule()
     if isinstance(rule, type) or not hasattr(rule, "verify"):
         raise ConfigError(f"verifier={verifier!r}; allowed: 'auto', a name ({', '.join(VERIFIERS.names())}), an object")
     return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)
@@ -86,6 +83,8 @@ def build_drafter(
     if not isinstance(options, dict):
         raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
     kind = DRAFTERS.load(drafter)
+    if not callable(getattr(kind, "build", None)):
+        raise ConfigError(f"drafter={drafter!r} names {kind!r}, which has no build(context, **options)")
     check_options(f"drafter {drafter!r}", kind.build, options, reserved=1)
 
     def load(name: Any, dtype: Any = None) -> tuple[Any, Any]:
@@ -156,13 +155,14 @@ class LLM:
             model, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
         )
         self.tokenizer = tokenizer or found
+        self._base: ModelRunner | None = None
         self._drafter, self._drafter_options = drafter, drafter_options
         self._refresh()
 
     def _refresh(self) -> None:
         """Build the engine, at first and whenever the model's weights or modules have changed since."""
         base = runner_for(self.model, self._runner_config)
-        if base is not getattr(self, "_base", None):
+        if base is not self._base:
             runner = base.with_own_cache()
             drafter = build_drafter(self._drafter, runner, self.tokenizer, self._drafter_options)
             self.engine = Engine(runner, drafter, self._verifiers, self._engine_config)
@@ -207,9 +207,13 @@ class LLM:
         """
         if unknown:
             refuse_unknown("LLM.generate", unknown, set(signature(LLM.generate).parameters) - {"self", "unknown"})
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            raise ConfigError(f"tokenizer={self.tokenizer!r}; allowed: a transformers tokenizer")
         ids = [self._encode(p) for p in _as_list(prompts)]
         if streamer is not None and len(ids) != 1:
             raise ConfigError(f"a streamer takes one prompt, {len(ids)} were given")
+        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+            raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
         sampling = SamplingParams(
             temperature=temperature,
             top_k=top_k,
@@ -219,7 +223,7 @@ class LLM:
             processors=tuple(as_processors(logits_processor)),
         )
         check_sampling(sampling)
-        warn_without_effect(sampling)
+        warn_ignored(sampling)
         _check_count("max_new_tokens", max_new_tokens)
         stop = StopRules(
             max_new_tokens=max_new_tokens, eos_token_ids=frozenset() if ignore_eos else eos_token_ids(self.model)
@@ -252,9 +256,15 @@ class LLM:
             raise InputError("chat takes one conversation: a non-empty list of {'role': ..., 'content': ...}")
         if not getattr(tokenizer, "chat_template", None):
             raise InputError("the tokenizer has no chat template; format the prompt yourself and use generate()")
-        encoded = tokenizer.apply_chat_template(
-            list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
+        try:
+            encoded = tokenizer.apply_chat_template(
+                list(messages), add_generation_prompt=True, tokenize=True, return_dict=True
+            )
+        except Exception as error:  # a template is a program of the model's own and raises what it likes
+            raise InputError(
+                f"the tokenizer's chat template does not take these messages ({error}); most take "
+                "{'role': 'user' or 'assistant', 'content': a text}"
+            ) from error
         return list(encoded["input_ids"])
 
     def _need_tokenizer(self, what: str) -> Any:
@@ -266,6 +276,10 @@ class LLM:
         if isinstance(prompt, str):
             if not prompt:
                 raise InputError("the prompt is an empty string; give at least one token")
+            try:
+                prompt.encode()
+            except UnicodeError as error:
+                raise InputError(f"the prompt is not valid Unicode ({error})") from error
             return list(self._need_tokenizer("a text prompt")(prompt).input_ids)
         if isinstance(prompt, Tensor):
             prompt = prompt.tolist()
@@ -279,16 +293,6 @@ class LLM:
         text = "" if self.tokenizer is None else self.tokenizer.decode(new, skip_special_tokens=True)
         prompt = request.tokens[: request.num_prompt_tokens]
         return Completion(prompt, new, text, request.finish_reason or "abort", request.stats)
-
-
-def warn_without_effect(sampling: SamplingParams) -> None:
-    """Say once which sampling settings do nothing, because temperature 0 is greedy."""
-    default = SamplingParams()
-    names = ("top_k", "top_p", "min_p", "seed")
-    idle = ", ".join(name for name in names if getattr(sampling, name) != getattr(default, name))
-    if sampling.greedy and idle and idle not in _WARNED:
-        _WARNED.add(idle)
-        log.warning("%s: no effect at temperature 0, which is greedy", idle)
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -385,6 +389,8 @@ def generate(
     call = resolve(model, input_ids, attention_mask, generation_config, logits_processor, seed, rest)
     runner = runner_for(model, runner_config).with_own_cache()
     engine = Engine(runner, build_drafter(drafter, runner, tokenizer, drafter_options), verifiers, engine_config)
+    for sampling in call.sampling[:1]:
+        warn_ignored(sampling)
     requests = run(engine, list(zip(call.prompts, call.sampling, call.stop, strict=True)))
     longest = max((len(r.new_tokens) for r in requests), default=0)
     tail = torch.full((len(requests), longest), call.pad_token_id, dtype=input_ids.dtype)

@@ -25,13 +25,13 @@ from transformers import TextStreamer
 from transformers.utils import logging as transformers_logging
 
 from specdec import __version__
-from specdec.api import LLM, Completion, warn_without_effect
+from specdec.api import LLM, Completion
 from specdec.engine import EngineConfig
 from specdec.errors import ConfigError, InputError, SpecdecError
 from specdec.interfaces import SamplingParams
 from specdec.models.builtin import BUILTIN_MODELS
 from specdec.registry import DRAFTERS, VERIFIERS, Registry
-from specdec.sampling import check_sampling
+from specdec.sampling import check_sampling, warn_ignored
 
 app = typer.Typer(
     help="Exact speculative decoding for Hugging Face causal LMs.",
@@ -112,7 +112,7 @@ def generate(
         options = _parse_options(drafter_option or [])
         is_local = model in BUILTIN_MODELS or Path(model).expanduser().exists()
         with _progress(f"loading {model} with drafter {drafter}", spin=is_local):
-            warn_without_effect(sampling)
+            warn_ignored(sampling)
             llm = LLM(
                 model,
                 drafter=drafter,

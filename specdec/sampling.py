@@ -5,8 +5,10 @@ Filters run in transformers' order: temperature, top-k, top-p, min-p, with its k
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Iterable, Sequence
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +18,7 @@ from torch import Tensor
 from specdec.errors import ConfigError
 from specdec.interfaces import SamplingParams
 
+log = logging.getLogger("specdec")
 _SHIFT_BELOW = 1e-2  # temperatures under this divide differences to the maximum, so that nothing overflows
 _MIN_TEMPERATURE = 1e-30  # already one-hot for any two different float32 logits of a real model
 
@@ -96,6 +99,20 @@ def check_sampling(params: SamplingParams) -> None:
         raise ConfigError(f"top_k must be an integer >= 0 (0 is off), got {params.top_k!r}")
     if params.seed is not None and not (_is_int(params.seed) and -(2**63) <= params.seed < 2**63):
         raise ConfigError(f"seed must be None or an integer in [-2**63, 2**63), got {params.seed!r}")
+
+
+@cache
+def warn_without_effect(setting: str, reason: str) -> None:
+    """Say that a setting does nothing; the cache makes it once per process."""
+    log.warning("%s: no effect %s", setting, reason)
+
+
+def warn_ignored(params: SamplingParams) -> None:
+    """Say which settings do nothing because temperature 0 is greedy."""
+    default = SamplingParams()
+    idle = [n for n in ("top_k", "top_p", "min_p", "seed") if getattr(params, n) != getattr(default, n)]
+    if params.greedy and idle:
+        warn_without_effect(", ".join(idle), "at temperature 0, which is greedy")
 
 
 def _is_int(value: Any) -> bool:

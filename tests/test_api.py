@@ -11,6 +11,7 @@ from transformers import GenerationConfig
 import specdec
 from specdec.errors import ConfigError, IncompatibleDrafterError, InputError, SpecdecError, UnsupportedModelError
 from specdec.models.generation import REFUSED
+from specdec.sampling import warn_without_effect
 from tests.decoding import one, padded, prompts, reference
 from tests.models.architectures import build, model_of, named
 
@@ -77,6 +78,10 @@ class TestGenerateInput:
     def test_a_mask_of_another_type(self) -> None:
         with pytest.raises(InputError, match=r"attention_mask .* got list"):
             generate(one(PROMPTS[0]), [[1, 1, 1]])
+
+    def test_an_additive_mask(self) -> None:
+        with pytest.raises(InputError, match="values other than 0"):
+            generate(one(PROMPTS[0]), torch.tensor([[-1e9, 0, 0]]))
 
     def test_a_row_of_padding_only(self) -> None:
         ids, mask = padded(PROMPTS)
@@ -304,6 +309,57 @@ class TestPrompts:
         with pytest.raises(ConfigError, match="'stop'"):
             llm.generate(PROMPTS[0], stop=["x"])
 
+    @pytest.mark.parametrize(
+        ("options", "complaint"),
+        [
+            ({"drafter": "os:path"}, "has no build"),
+            ({"verifier": "os:path"}, "verifier='os:path'; allowed"),
+        ],
+        ids=repr,
+    )
+    def test_objects_of_another_kind(self, options: dict[str, Any], complaint: str) -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            specdec.LLM(model(), **options)
+
+    def test_a_tokenizer_of_another_kind_is_noticed_before_anything_runs(self) -> None:
+        llm = specdec.LLM(model(), tokenizer=5)
+        with pytest.raises(ConfigError, match="tokenizer=5; allowed: a transformers tokenizer"):
+            llm.generate(PROMPTS[0])
+        assert llm.engine.stats.num_steps == 0
+
+    def test_a_streamer_of_another_kind(self, llm: specdec.LLM) -> None:
+        with pytest.raises(ConfigError, match=r"streamer=5; allowed: a transformers streamer"):
+            llm.generate(PROMPTS[0], streamer=5)
+
+    def test_text_that_is_no_unicode(self) -> None:
+        with pytest.raises(InputError, match="not valid Unicode"):
+            specdec.LLM(model(), tokenizer=Tokenizer()).generate("\ud800")
+
+    def test_an_id_beyond_int64(self, llm: specdec.LLM) -> None:
+        with pytest.raises(InputError, match="outside the target's vocabulary"):
+            llm.generate([2**70])
+
+    def test_a_processor_that_returns_something_else(self, llm: specdec.LLM) -> None:
+        want = llm.generate(PROMPTS[0], max_new_tokens=4)[0].token_ids
+        assert llm.generate(PROMPTS[0], max_new_tokens=4, logits_processor=lambda _, x: x[0])[0].token_ids == want
+        for change in (lambda _, x: None, lambda _, x: x[:, :5], lambda _, x: torch.cat([x, x], 1)):
+            with pytest.raises(ConfigError, match="logits processor function returned"):
+                llm.generate(PROMPTS[0], max_new_tokens=4, logits_processor=change)
+        assert llm.generate(PROMPTS[0], max_new_tokens=4)[0].token_ids == want
+
+    def test_settings_without_effect_are_said_once(
+        self, llm: specdec.LLM, caplog: pytest.LogCaptureFixture, request: pytest.FixtureRequest
+    ) -> None:
+        request.addfinalizer(warn_without_effect.cache_clear)
+        warn_without_effect.cache_clear()
+        for _ in range(2):
+            llm.generate(PROMPTS[0], max_new_tokens=1, top_p=0.5)
+            generate(one(PROMPTS[0]), use_cache=False)
+        assert [r.message for r in caplog.records] == [
+            "top_p: no effect at temperature 0, which is greedy",
+            "use_cache=False: no effect here, the KV cache is specdec's own",
+        ]
+
 
 class TestChat:
     def chatty(self) -> specdec.LLM:
@@ -326,6 +382,12 @@ class TestChat:
     def test_malformed(self, messages: Any) -> None:
         with pytest.raises(InputError, match="chat takes one conversation"):
             self.chatty().chat(messages)
+
+    def test_a_template_that_fails(self) -> None:
+        tokenizer = Tokenizer()
+        tokenizer.chat_template = "one"
+        with pytest.raises(InputError, match="chat template does not take these messages"):
+            specdec.LLM(model(), tokenizer=tokenizer).chat([{"role": "user"}])
 
     def test_no_template(self) -> None:
         with pytest.raises(InputError, match="no chat template"):

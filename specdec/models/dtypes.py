@@ -49,7 +49,7 @@ def parse_device(device: str | torch.device) -> torch.device:
     try:
         parsed = torch.device(device)
         torch.empty(0, device=parsed)
-    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
+    except (RuntimeError, AssertionError, TypeError) as error:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         available = "cpu" if accelerator is None else f"cpu, {accelerator.type}"
         reason = str(error).strip().split("\n")[0]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import difflib
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +24,7 @@ from specdec.models.clone import device_of
 from specdec.models.compatibility import refuse_unsupported
 from specdec.noise import fold_seed
 from specdec.request import StopRules
-from specdec.sampling import check_sampling
+from specdec.sampling import check_sampling, warn_without_effect
 
 # Options of generate() that change what is computed and that this engine does not do, with what to do instead.
 REFUSED = {
@@ -59,10 +58,6 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1
 _WITHOUT_EFFECT = ("trust_remote_code",)
 _OWN_OPTIONS = ("drafter", "drafter_options", "verifier", "max_draft_tokens", "seed", "tokenizer")
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
-
-
-log = logging.getLogger("specdec")
-_WARNED: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +149,9 @@ def resolve(
         sampling.append(_sampling(model, config, prompt, width, most_new, prefix, logits_processor, own_seed))
     for params in sampling[:1]:
         check_sampling(params)
-        _warn_without_effect(config, params)
+    for name in ("cache_implementation", "cache_config", "use_cache"):
+        if getattr(config, name, None) not in (None, True):
+            warn_without_effect(f"{name}={getattr(config, name)!r}", "here, the KV cache is specdec's own")
     return Resolved(
         prompts=prompts,
         sampling=sampling,
@@ -162,18 +159,6 @@ def resolve(
         num_return_sequences=num_return,
         pad_token_id=int(pad) if pad is not None else 0,
     )
-
-
-def _warn_without_effect(config: GenerationConfig, params: SamplingParams) -> None:
-    idle = [name for name in ("cache_implementation", "cache_config") if getattr(config, name, None) is not None]
-    if config.use_cache is False:
-        idle.append("use_cache=False")
-    if params.seed is not None and params.greedy:
-        idle.append("seed without do_sample")
-    for name in idle:
-        if name not in _WARNED:
-            _WARNED.add(name)
-            log.warning("generate(): %s has no effect; the KV cache is specdec's own, greedy needs no seed", name)
 
 
 def _for_row(prefix_function: Any, row: int) -> Any:
@@ -261,11 +246,13 @@ def _build_processors(
 ) -> list[Any]:
     """Return transformers' own list of processors for one unpadded prompt."""
     device = device_of(model)
+    # The "encoder" of a decoder is its prompt.
+    reads_prompt = config.encoder_repetition_penalty not in (None, 1.0) or bool(config.encoder_no_repeat_ngram_size)
     try:
         processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([prompt], device=device),  # of a decoder: its prompt
+            encoder_input_ids=torch.tensor([prompt], device=device) if reads_prompt else None,
             prefix_allowed_tokens_fn=prefix_function,
             logits_processor=LogitsProcessorList(as_processors(logits_processor)),
             device=str(device),
@@ -281,11 +268,8 @@ def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> lis
     if model.generation_config is None:
         return []
     config, _ = model._prepare_generation_config(None, do_sample=False)
-    config.max_length = len(prompt) + max_new_tokens
-    if config.min_new_tokens is not None:
-        config.min_length = len(prompt) + int(config.min_new_tokens)
     model._prepare_special_tokens(config, True, device=device_of(model))
-    return _build_processors(model, config, prompt, None, None)
+    return list(_sampling(model, config, prompt, len(prompt), max_new_tokens, None, None, None).processors)
 
 
 def as_processors(given: Any) -> list[Any]:

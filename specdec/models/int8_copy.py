@@ -62,11 +62,15 @@ def refuse_unsuited(runner: ModelRunner) -> None:
             f"drafter 'self_int8' runs on CPUs; on {runner.device.type} it has not been measured to be faster. "
             "Use drafter='ngram' or 'draft_model'"
         )
+    if any(p.device.type == "meta" for p in runner.model.parameters()):
+        raise IncompatibleDrafterError(
+            f"drafter 'self_int8' copies the weights and those of {name} are offloaded; use drafter='ngram'"
+        )
     share = linear_share(runner.model)
     if share < LEAST_LINEAR_SHARE:
         raise IncompatibleDrafterError(
             f"drafter 'self_int8' needs {LEAST_LINEAR_SHARE:.0%} of the decoded weight bytes in Linear layers and "
-            f"{name} has {share:.0%} there; use drafter='ngram' or 'draft_model'"
+            f"{name} has {share:.1%} there; use drafter='ngram' or 'draft_model'"
         )
 
 

@@ -158,9 +158,7 @@ def test_a_proposal_leaves_the_target_alone(name: str, options: dict[str, Any]) 
 
 @each
 def test_proposing_again_proposes_the_same(name: str, options: dict[str, Any]) -> None:
-    """A step that failed after drafting is drafted again; only a script may count its steps."""
-    if name == "scripted":
-        pytest.skip("its script goes on with every proposal")
+    """A step that failed after drafting is drafted again."""
     engine = build(name, options)
     requests = prefilled(engine, SAMPLED)
     first, second = (propose(engine, requests, (4, 3, 4)) for _ in range(2))

@@ -360,3 +360,5 @@ def test_fault_01_an_offloaded_model(name: str) -> None:
         got = specdec.generate(model, one(prompt), max_new_tokens=10, do_sample=False, drafter="oracle")
         assert got[0, len(prompt) :].tolist() == answer
     assert reference(model, PROMPTS[0], 10) == want[0]
+    with pytest.raises(specdec.IncompatibleDrafterError, match="offloaded"):
+        specdec.generate(model, one(PROMPTS[0]), max_new_tokens=2, drafter="self_int8")
