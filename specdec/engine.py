@@ -10,30 +10,24 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 import torch
 
 from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
-from specdec.errors import ConfigError, IncompatibleDrafterError, InputError, OutOfCacheError
-from specdec.interfaces import (
-    Drafter,
-    DraftRequest,
-    Forward,
-    Noise,
-    Observation,
-    SamplingParams,
-    Segment,
-    TokenTree,
-    empty_tree,
-)
+from specdec.drafting import Drafting
+from specdec.errors import ConfigError, InputError, OutOfCacheError
+from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
 from specdec.models.runner import ModelRunner
 from specdec.noise import KeyedNoise, draw_seed
+from specdec.record import Keep, record_tokens
 from specdec.request import Request, RequestOutput, Snapshot, StopRules
 from specdec.sampling import check_sampling
 from specdec.scheduler import Scheduler, Work
 from specdec.stats import EngineStats
 from specdec.target_rows import StepRows
-from specdec.tree import check_tree, drop_drafts, is_chain, move, pad_tree, select
+from specdec.trace import StepEvent, Trace
+from specdec.tree import is_chain, select
 
 log = logging.getLogger("specdec")
 # Below this share of accepted draft tokens, over at least so many, a request is worth a warning.
@@ -65,6 +59,16 @@ class _Clock:
     verify_s: float = 0.0
 
 
+class DraftLength(Protocol):
+    """How many tokens each request may draft in a step; see `specdec.draft_length`."""
+
+    min_confidence: float
+
+    def allot(self, work: Sequence[Work]) -> Sequence[Work]: ...
+    def learn(self, work: Sequence[Work], verdicts: Sequence[Verdict], draft_s: float) -> None: ...
+    def release(self, request_id: int) -> None: ...
+
+
 class Engine:
     """Requests in, tokens out, over one target runner, one drafter and its acceptance rules.
 
@@ -77,15 +81,12 @@ class Engine:
         drafter: Drafter,
         verifiers: VerifierChoice,
         config: EngineConfig = EngineConfig(),
+        draft_length: DraftLength | None = None,
+        trace: Trace | None = None,
     ) -> None:
-        self._check_features(target, drafter)
-        shared = getattr(drafter, "target_cache", None)
-        if shared is not None and shared is not target.cache:
-            raise IncompatibleDrafterError(
-                f"drafter {drafter.name!r} was built for another target, or for other runner options of this one, and "
-                "works on that one's KV cache; build one for this target, or pass its name"
-            )
-        self.target, self.drafter, self.verifiers, self.config = target, drafter, verifiers, config
+        self.target, self.verifiers, self.config = target, verifiers, config
+        self.drafting = Drafting(drafter, target, self._warn_once)
+        self.draft_length, self.trace = draft_length, trace
         self.stats = EngineStats()
         self._scheduler = Scheduler(
             max_batch_size=config.max_batch_size,
@@ -95,19 +96,22 @@ class Engine:
         self._requests: dict[int, Request] = {}
         self._warned: set[str] = set()
 
+    @property
+    def drafter(self) -> Drafter:
+        return self.drafting.drafter
+
     # ------------------------------------------------------------------ requests
 
-    @staticmethod
-    def _check_features(target: ModelRunner, drafter: Drafter) -> None:
-        bad = [layer for layer in drafter.features.layers if not 0 <= layer < target.program.num_layers]
-        if bad:
-            raise IncompatibleDrafterError(
-                f"drafter {drafter.name!r} wants the hidden states of layers {bad}; the target has layers 0 to "
-                f"{target.program.num_layers - 1}"
-            )
-
-    def add_request(self, prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopRules) -> Request:
+    def add_request(
+        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopRules, keep: Keep = Keep()
+    ) -> Request:
         """Queue a prompt and return its request; one with nothing to generate is finished at once.
+
+        Args:
+            prompt_token_ids: at least one token.
+            sampling: how its tokens are drawn.
+            stop: when it ends.
+            keep: what is kept of each token in `Request.records`.
 
         Raises:
             InputError: the prompt is empty, too long or holds ids outside the vocabulary.
@@ -135,7 +139,7 @@ class Engine:
             # Greedy output needs no randomness: test drafters get the same one every time, and the caller's global
             # generator is left alone, as transformers leaves it.
             seed = 0 if sampling.greedy else draw_seed()
-        request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed)
+        request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed, keep=keep)
         request.stats.arrival_s = time.perf_counter()
         self._requests[request.request_id] = request
         if stop.max_new_tokens == 0:
@@ -149,9 +153,7 @@ class Engine:
         limit = self.target.max_positions
         if limit is not None:
             limit = min(limit, stop.max_total_tokens or limit)
-            stop = StopRules(
-                max_new_tokens=stop.max_new_tokens, eos_token_ids=stop.eos_token_ids, max_total_tokens=limit
-            )
+            stop = replace(stop, max_total_tokens=limit)
         if not prompt:
             raise InputError("the prompt has no tokens; give at least one (a BOS token will do)")
         if stop.max_total_tokens is not None and len(prompt) >= stop.max_total_tokens:
@@ -194,10 +196,9 @@ class Engine:
         self._scheduler.remove(request)
         self.target.cache.release(request.request_id)
         self._warn_if_idle(request)
-        try:
-            self.drafter.release(request.request_id)
-        except Exception:  # a fault of the drafter's own must not keep back other requests' tokens
-            log.exception("drafter %r could not release request %s", self.drafter.name, request.request_id)
+        self.drafting.release(request)
+        if self.draft_length is not None:
+            self.draft_length.release(request.request_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -213,7 +214,9 @@ class Engine:
         self.target.claim()
         clock = _Clock()
         self._scheduler.admit(self._try_open)
-        work = self._scheduler.schedule()
+        work: Sequence[Work] = self._scheduler.schedule()
+        if self.draft_length is not None:
+            work = self.draft_length.allot(work)
         if not work:
             return self._emit()
         saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
@@ -223,12 +226,14 @@ class Engine:
                 self._reserve(work)
                 tree, noise = self._draft(work, clock)
                 forward = self._forward(work, tree)
-                verdicts = self._verify(work, tree, noise, forward)
+                verdicts, rows = self._verify(work, tree, noise, forward)
                 clock.verify_s = time.perf_counter() - clock.start - clock.draft_s
+                self._record(work, verdicts, rows)
                 self._commit(work, verdicts)
                 told = True
-                self._observe(work, verdicts, forward)
+                self.drafting.observe(work, verdicts, tree, forward)
                 self._count(work, verdicts, clock)
+                self._tell_watchers(work, verdicts, tree, rows, clock)
         except BaseException:
             self._undo(saved, told)
             raise
@@ -240,28 +245,13 @@ class Engine:
 
     def _draft(self, work: Sequence[Work], clock: _Clock) -> tuple[TokenTree, Noise]:
         """Return the trees of the B requests that choose a token in this step, and the step's noise."""
-        asked = [self._draft_request(w) for w in work if w.samples]
         noise = self._noise([w.request for w in work if w.samples])
-        drafting = [i for i, r in enumerate(asked) if r.max_draft_tokens > 0]
-        tree = empty_tree(asked, self.target.device)
-        if drafting:
-            start = time.perf_counter()
-            requests = [asked[i] for i in drafting]
-            owners = [w.request for w in work if w.samples]
-            drafted = self._propose(requests, self._noise([owners[i] for i in drafting]))
-            if drafted is not None:
-                tree = _scatter(drafted, drafting, tree)
+        start = time.perf_counter()
+        confidence = 0.0 if self.draft_length is None else self.draft_length.min_confidence
+        tree, asked = self.drafting.trees(work, self._noise, confidence)
+        if asked:
             clock.draft_s = time.perf_counter() - start
         return tree, noise
-
-    def _draft_request(self, work: Work) -> DraftRequest:
-        request = work.request
-        most = work.max_draft_tokens
-        position = len(request.tokens) - 1
-        if self.drafter.max_position is not None:
-            # Draft positions past the drafter's limit are not drafted; the target goes on alone.
-            most = max(0, min(most, self.drafter.max_position - position))
-        return DraftRequest(request.request_id, request.tokens[-1], position, most, request.sampling)
 
     def _noise(self, requests: Sequence[Request]) -> KeyedNoise:
         chosen = [self.verifiers.of(r.sampling, self.drafter.samples) for r in requests]
@@ -270,36 +260,6 @@ class Engine:
             torch.tensor([len(r.tokens) - 1 for r in requests], dtype=torch.int64, device=self.target.device),
             torch.tensor([v.couples_draft for v in chosen], dtype=torch.bool, device=self.target.device),
         )
-
-    def _propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree | None:
-        """Return the drafter's trees with invalid ones emptied, or None; an invalid tree costs speed, never output."""
-        try:
-            proposed = self.drafter.propose(requests, noise)
-        except OutOfCacheError as error:
-            self._warn_once("memory", f"drafter {self.drafter.name!r} has no KV memory left, going on without: {error}")
-            return None
-        finally:
-            if self.drafter.shares_target_kv:
-                for r in requests:
-                    self.target.cache.rewind(r.request_id)
-        tree = move(proposed, self.target.device) if isinstance(proposed, TokenTree) else proposed
-        reasons = check_tree(tree, requests, self.target.vocab_size)
-        if not self.target.supports_trees:
-            reasons = [reason or _tree_fault(tree, i) for i, reason in enumerate(reasons)]
-        bad = [i for i, reason in enumerate(reasons) if reason is not None]
-        if not bad:
-            return tree
-        for i in bad:
-            self._requests[requests[i].request_id].stats.num_rejected_drafts += 1
-        self._warn_once(
-            "tree", f"drafter {self.drafter.name!r} proposed an invalid tree, which was dropped: {reasons[bad[0]]}"
-        )
-        if len(bad) == len(requests):
-            return None
-        tree = drop_drafts(tree, bad)
-        # The root of an invalid tree may be invalid itself.
-        roots = torch.tensor([[r.root_token_id] for r in requests], dtype=torch.int64, device=self.target.device)
-        return replace(tree, token_ids=torch.cat([roots, tree.token_ids[:, 1:]], dim=1))
 
     def _forward(self, work: Sequence[Work], tree: TokenTree) -> Forward:
         """Run every request's pending tokens and draft nodes in one packed forward."""
@@ -327,8 +287,10 @@ class Engine:
             b += 1
         return self.target.forward(segments, self.drafter.features)
 
-    def _verify(self, work: Sequence[Work], tree: TokenTree, noise: Noise, forward: Forward) -> list[Verdict]:
-        """Return one verdict per work item; requests under the same acceptance rule are verified together."""
+    def _verify(
+        self, work: Sequence[Work], tree: TokenTree, noise: Noise, forward: Forward
+    ) -> tuple[list[Verdict], StepRows]:
+        """Return one verdict per work item, and the rows; requests under the same rule are verified together."""
         sampling = [w.request for w in work if w.samples]
         first = torch.cumsum(tree.num_nodes, 0) - tree.num_nodes
         rows = StepRows(forward.logits, first, sampling, tree)
@@ -343,32 +305,25 @@ class Engine:
                 result = verifier.verify(part, rows.select(index, part), self._noise([sampling[i] for i in members]))
             for i, answer in zip(members, accepted_paths(result), strict=True):
                 paths[i] = answer
-        return judge(work, paths, tree)
+        return judge(work, paths, tree), rows
+
+    def _record(self, work: Sequence[Work], verdicts: Sequence[Verdict], rows: StepRows) -> None:
+        """Keep what was asked for of each token this step emits."""
+        choosing = [(w.request, v) for w, v in zip(work, verdicts, strict=True) if w.samples]
+        for row, (request, verdict) in enumerate(choosing):
+            if request.keep and verdict.tokens:
+                assert verdict.path is not None, "a request that emits has a path"
+                # Each token was chosen after the node of the one before it.
+                nodes = [0, *verdict.path.tolist()][: len(verdict.tokens)]
+                logits, scores = rows.logits(row, nodes), rows.scores(row, nodes)
+                request.records += record_tokens(request.keep, verdict.tokens, logits, scores)
 
     def _commit(self, work: Sequence[Work], verdicts: Sequence[Verdict]) -> None:
         for w, verdict in zip(work, verdicts, strict=True):
             request = w.request
             self.target.cache.commit(request.request_id, verdict.kept)
             request.num_computed += len(verdict.kept)
-            request.tokens.extend(verdict.tokens)
-            request.finish_reason = verdict.finish_reason
-
-    def _observe(self, work: Sequence[Work], verdicts: Sequence[Verdict], forward: Forward) -> None:
-        seen: list[Observation] = []
-        row = 0
-        for w, verdict in zip(work, verdicts, strict=True):
-            request = w.request
-            num_kept = len(verdict.kept)
-            # After a forward at positions s .. s + c - 1 the tokens at s + 1 .. s + c are known, and token 0 at first.
-            before = request.num_computed - num_kept
-            start = before + 1 if before else 0
-            ids = torch.tensor(request.tokens[start : request.num_computed + 1], dtype=torch.int64)
-            features = None
-            if forward.features is not None:
-                features = forward.features[row + verdict.kept.to(forward.features.device)]
-            seen.append(Observation(request.request_id, start, ids, features, verdict.path))
-            row += w.num_rows + verdict.drafted
-        self.drafter.observe(seen)
+            request.take(verdict.tokens, verdict.num_accepted, verdict.finish_reason)
 
     def _count(self, work: Sequence[Work], verdicts: Sequence[Verdict], clock: _Clock) -> None:
         now = time.perf_counter()
@@ -402,6 +357,16 @@ class Engine:
             )
             stats.num_decode_tokens += len(verdict.tokens)
 
+    def _tell_watchers(
+        self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, rows: StepRows, clock: _Clock
+    ) -> None:
+        if self.draft_length is not None:
+            self.draft_length.learn(work, verdicts, clock.draft_s)
+        if self.trace is not None:
+            total = time.perf_counter() - clock.start
+            number = self.stats.num_steps
+            self.trace.record(StepEvent(number, work, verdicts, tree, rows, clock.draft_s, clock.verify_s, total))
+
     def _emit(self) -> list[RequestOutput]:
         """Hand out every token not handed out yet, so that an interrupted step loses none."""
         waiting = [r for r in self._requests.values() if r.has_news]
@@ -432,17 +397,7 @@ class Engine:
             self.target.cache.restore(request.request_id, context_len)
         if told:
             for request, _, _ in saved:
-                self._tell_anew(request)
-
-    def _tell_anew(self, request: Request) -> None:
-        """Give a drafter the tokens of a request as if it had never heard of it; hidden states are gone."""
-        known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
-        try:
-            self.drafter.release(request.request_id)
-            if request.num_computed:
-                self.drafter.observe([Observation(request.request_id, 0, known)])
-        except Exception:  # the step's own error goes on to the caller; the other requests must still be told
-            log.exception("drafter %r could not take request %s back", self.drafter.name, request.request_id)
+                self.drafting.tell_anew(request)
 
     def _warn_if_idle(self, request: Request) -> None:
         """Say once that drafting cost more than it gave: what goes unnoticed is never switched off."""
@@ -459,26 +414,3 @@ class Engine:
         if kind not in self._warned:
             self._warned.add(kind)
             log.warning("%s", message)
-
-
-def _scatter(drafted: TokenTree, rows: Sequence[int], roots: TokenTree) -> TokenTree:
-    """Return trees for all requests of `roots`: `drafted` for `rows`, the bare root for the others."""
-    batch = roots.token_ids.shape[0]
-    if len(rows) == batch:
-        return drafted
-    width = drafted.token_ids.shape[1]
-    wide = pad_tree(roots, width)
-    index = torch.tensor(rows, dtype=torch.int64, device=roots.token_ids.device)
-    draft_row = None
-    if drafted.draft_row is not None:
-        draft_row = torch.full_like(wide.token_ids, -1)
-        draft_row[index] = drafted.draft_row
-    token_ids, parents, num_nodes = wide.token_ids.clone(), wide.parents.clone(), wide.num_nodes.clone()
-    token_ids[index], parents[index], num_nodes[index] = drafted.token_ids, drafted.parents, drafted.num_nodes
-    return TokenTree(token_ids, parents, num_nodes, drafted.draft_probs, draft_row, drafted.with_replacement)
-
-
-def _tree_fault(tree: TokenTree, row: int) -> str | None:
-    """Return what is wrong with a tree for a target that runs chains only, or None."""
-    chained = is_chain(tree.parents[row, : int(tree.num_nodes[row])])
-    return None if chained else "this target's attention runs chains only, not trees"

@@ -69,10 +69,15 @@ class Forward:
 
 @dataclass(frozen=True, slots=True)
 class FeatureSpec:
-    """Hidden states a drafter wants: outputs of blocks `layers` (0 = first block), then the final-norm output."""
+    """What a drafter wants of the target's forwards.
+
+    Hidden states: outputs of blocks `layers` (0 = first block), then the final-norm output. `top_k`: the likeliest
+    next tokens after every row whose logits were computed. It is true if hidden states are wanted.
+    """
 
     layers: tuple[int, ...] = ()
     final_norm: bool = False
+    top_k: int = 0
 
     def __bool__(self) -> bool:
         return bool(self.layers) or self.final_norm
@@ -87,6 +92,8 @@ class DraftRequest:
     root_position: int
     max_draft_tokens: int
     sampling: SamplingParams
+    # A chain that is drawn token by token ends after a token whose draft probability is lower; that token stays.
+    min_confidence: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +109,10 @@ class Observation:
     token_ids: Tensor  # [n] int64; newly known tokens, prompt and next token included
     features: Tensor | None = None  # [m, F] right-aligned: row j belongs to the position that predicted its token
     path: Tensor | None = None  # [a] int64 accepted node ids of the last tree, root excluded
+    # With FeatureSpec.top_k, when target logits were computed: the tokens of those rows (root and ALL draft nodes) and
+    # the likeliest next tokens after each, best first.
+    scored_token_ids: Tensor | None = None  # [m] int64
+    top_token_ids: Tensor | None = None  # [m, top_k] int64
 
 
 class Stream(IntEnum):

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from specdec.interfaces import SamplingParams
+from specdec.record import Keep, TokenRecord
 from specdec.stats import RequestStats
+
+# Called with all tokens of a request, prompt included, after each new one; true, or the reason, ends the request.
+StopCriterion = Callable[[Sequence[int]], bool | str]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopRules:
-    """When a request ends. `max_total_tokens` is prompt + new tokens: the caller's or the model's limit."""
+    """When a request ends. `max_total_tokens` is prompt + new tokens: the caller's or the model's limit.
+
+    `criteria` are asked about every emitted token once, in order, as plain decoding asks them, whatever was drafted.
+    """
 
     max_new_tokens: int
     eos_token_ids: frozenset[int] = frozenset()
     max_total_tokens: int | None = None
+    criteria: tuple[StopCriterion, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,7 @@ class Snapshot:
     finish_reason: str | None
     stats: RequestStats  # shares the list of emissions
     num_emissions: int
+    num_records: int
 
 
 @dataclass(slots=True)
@@ -39,12 +48,15 @@ class Request:
     stop: StopRules
     seed: int
     num_computed: int = 0
-    finish_reason: str | None = None  # "stop" after an EOS token, "length" at a limit, "abort"
+    finish_reason: str | None = None  # "stop" after an EOS token or a criterion, "length" at a limit, "abort"
     stats: RequestStats = field(default_factory=RequestStats)
+    keep: Keep = field(default_factory=Keep)
+    from_draft: list[bool] = field(default_factory=list)  # per new token: drafted and accepted, or the target's own
+    records: list[TokenRecord] = field(default_factory=list)  # per new token, if anything is to be kept
     num_prompt_tokens: int = 0
     num_reported: int = 0  # new tokens already handed out by Engine.step
-    num_accepted_reported: int = 0  # how many of those were drafted
     finish_reported: bool = False
+    _judged: list[tuple[int, str | None]] = field(default_factory=list)  # tokens of this step, and what ends at them
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -66,17 +78,46 @@ class Request:
             remaining = min(remaining, self.stop.max_total_tokens - len(self.tokens))
         return remaining
 
+    def first_stop(self, block: Sequence[int]) -> tuple[int, str] | None:
+        """Return how many tokens of `block` are emitted and why it ends there, or None if nothing ends the request.
+
+        Asks the criteria about each token once per step, however often the same block is put, so that one with a
+        memory sees what plain decoding shows it.
+        """
+        for i, token in enumerate(block):
+            if i == len(self._judged) or self._judged[i][0] != token:
+                del self._judged[i:]
+                self._judged.append((token, self._reason(block[: i + 1])))
+            reason = self._judged[i][1]
+            if reason is not None:
+                return i + 1, reason
+        return None
+
+    def _reason(self, block: Sequence[int]) -> str | None:
+        tokens = [*self.tokens, *block] if self.stop.criteria else []
+        answers = [criterion(tokens) for criterion in self.stop.criteria]  # all of them, as transformers does
+        if block[-1] in self.stop.eos_token_ids:
+            return "stop"
+        met = next((answer for answer in answers if answer), None)
+        return met if isinstance(met, str) else "stop" if met else None
+
     def crop(self, candidates: Sequence[int]) -> tuple[list[int], str | None]:
         """Return what of a step's tokens is emitted, up to the first stop, and the reason if one was met.
 
-        The stop token itself is emitted, as transformers' generate() does.
+        The token that completes a stop is itself emitted, as transformers' generate() does.
         """
-        kept: list[int] = []
-        for token in candidates[: self.num_remaining]:
-            kept.append(token)
-            if token in self.stop.eos_token_ids:
-                return kept, "stop"
-        return kept, "length" if len(kept) == self.num_remaining else None
+        block = candidates[: self.num_remaining]
+        stop = self.first_stop(block)
+        if stop is not None:
+            return list(block[: stop[0]]), stop[1]
+        return list(block), "length" if len(block) == self.num_remaining else None
+
+    def take(self, tokens: Sequence[int], num_accepted: int, finish_reason: str | None) -> None:
+        """Append a step's emitted tokens, the first `num_accepted` of which were drafted."""
+        self.tokens.extend(tokens)
+        self.from_draft.extend(i < num_accepted for i in range(len(tokens)))
+        self.finish_reason = finish_reason
+        self._judged.clear()
 
     @property
     def has_news(self) -> bool:
@@ -86,21 +127,25 @@ class Request:
 
     def hand_out(self) -> RequestOutput:
         """Return what has not been handed out yet, once."""
-        new = self.tokens[self.num_prompt_tokens + self.num_reported :]
-        accepted = self.stats.num_accepted_tokens - self.num_accepted_reported
+        first = self.num_reported
+        new, from_draft = self.new_tokens[first:], self.from_draft[first:]
         self.num_reported += len(new)
-        self.num_accepted_reported += accepted
         self.finish_reported = self.finish_reason is not None
-        return RequestOutput(self.request_id, new, accepted, self.finish_reason)
+        return RequestOutput(self.request_id, new, from_draft, self.finish_reason)
 
     def snapshot(self) -> Snapshot:
         """Return what `restore` needs."""
         emissions = len(self.stats.emissions)
-        return Snapshot(len(self.tokens), self.num_computed, self.finish_reason, self.stats.copy(), emissions)
+        return Snapshot(
+            len(self.tokens), self.num_computed, self.finish_reason, self.stats.copy(), emissions, len(self.records)
+        )
 
     def restore(self, saved: Snapshot) -> None:
         """Undo everything since `saved`."""
         del self.tokens[saved.num_tokens :]
+        del self.from_draft[saved.num_tokens - self.num_prompt_tokens :]
+        del self.records[saved.num_records :]
+        self._judged.clear()
         self.num_computed, self.finish_reason, self.stats = saved.num_computed, saved.finish_reason, saved.stats
         del self.stats.emissions[saved.num_emissions :]
 
@@ -111,5 +156,9 @@ class RequestOutput:
 
     request_id: int
     token_ids: list[int]  # newly emitted
-    num_accepted: int  # how many of them were drafted
+    from_draft: list[bool]  # which of them were drafted and accepted; the others are the target's own
     finish_reason: str | None
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(self.from_draft)

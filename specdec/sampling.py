@@ -131,16 +131,35 @@ def _filters(params: SamplingParams) -> _Filters:
     return _Filters(params.temperature, params.top_k, params.top_p, params.min_p)
 
 
+def filtered_scores(logits: Tensor, params: SamplingParams) -> Tensor:
+    """Return [R, V] float32 scores whose softmax is what a token is drawn from, as transformers' `scores`.
+
+    Args:
+        logits: [R, V], any float dtype, after processors.
+        params: of all rows; greedy leaves the logits as they are.
+    """
+    logits = logits.to(torch.float32)
+    if params.greedy:
+        return logits
+    scores, ids = _filtered(logits, _filters(params))
+    return scores if ids is None else torch.full_like(logits, -torch.inf).scatter_(1, ids, scores)
+
+
 def _distribution(logits: Tensor, filters: _Filters) -> Tensor:
     """Return [R, V] float32 probabilities of [R, V] float32 logits under one set of filters."""
     if filters.temperature == 0.0:
         return torch.zeros_like(logits).scatter_(1, logits.argmax(dim=-1, keepdim=True), 1.0)
-    scores = _scale(logits, filters.temperature)
+    scores, ids = _filtered(logits, filters)
+    probs = scores.softmax(dim=-1)
+    return probs if ids is None else torch.zeros_like(logits).scatter_(1, ids, probs)
+
+
+def _filtered(logits: Tensor, filters: _Filters) -> tuple[Tensor, Tensor | None]:
+    """Return scores [R, n], -inf where filtered out, and the tokens [R, n] of their columns; None = all V in order."""
+    scores, ids = _scale(logits, filters.temperature), None
     if 0 < filters.top_k < logits.shape[1]:
         scores, ids = _top_k(scores, filters.top_k)
-        kept = _min_p(_top_p(scores, filters.top_p), filters.min_p)
-        return torch.zeros_like(logits).scatter_(1, ids, kept.softmax(dim=-1))
-    return _min_p(_top_p(scores, filters.top_p), filters.min_p).softmax(dim=-1)
+    return _min_p(_top_p(scores, filters.top_p), filters.min_p), ids
 
 
 def _scale(logits: Tensor, temperature: float) -> Tensor:

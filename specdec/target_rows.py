@@ -10,7 +10,7 @@ from torch import Tensor
 from specdec.errors import ModelOutputError
 from specdec.interfaces import TokenTree
 from specdec.request import Request
-from specdec.sampling import apply_processors, probabilities
+from specdec.sampling import apply_processors, filtered_scores, probabilities
 from specdec.tree import path_to
 
 
@@ -27,13 +27,27 @@ class StepRows:
     def __init__(self, logits: Tensor, first_row: Tensor, requests: Sequence[Request], tree: TokenTree) -> None:
         self._logits, self._first, self._requests, self._tree = logits, first_row, requests, tree
         self._ids: dict[int, Tensor] = {}
+        self._seen: dict[tuple[int, int], Tensor] = {}  # (request id, node) -> [V] after its processors
         self._best: tuple[Tensor, Tensor] | None = None  # largest logit and its token, all rows
 
     def select(self, rows: Tensor, tree: TokenTree) -> StepRows:
         """Return the view of a sub-batch `rows` [L] with its sub-tree."""
         chosen = StepRows(self._logits, self._first[rows], [self._requests[i] for i in rows.tolist()], tree)
-        chosen._best = self._best
+        chosen._best, chosen._seen = self._best, self._seen
         return chosen
+
+    def logits(self, row: int, nodes: Sequence[int]) -> Tensor:
+        """Return [n, V] float32, the target's own logits after `nodes` of request `row`."""
+        return self._logits[self._first[row] + torch.tensor(nodes, device=self._first.device)].to(torch.float32)
+
+    def scores(self, row: int, nodes: Sequence[int]) -> Tensor:
+        """Return [n, V] float32, the logits after processors, temperature and filters (-inf where filtered out).
+
+        At nodes that a verifier has asked about, processors are not run again.
+        """
+        rows = torch.full((len(nodes),), row, device=self._first.device)
+        processed = self._processed(rows, torch.tensor(nodes, device=self._first.device))
+        return filtered_scores(processed, self._requests[row].sampling)
 
     def probs(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return [L, V] float32; see `TargetRows`."""
@@ -67,12 +81,20 @@ class StepRows:
             request = self._requests[row]
             if not request.sampling.processors:
                 continue
-            path = self._tree.token_ids[row, path_to(self._tree.parents[row], node)]
-            if request.stop.eos_token_ids.intersection(path.tolist()):
-                continue  # never emitted, and processors (a grammar, say) may have no answer behind the end
-            ids = torch.cat([self._tokens(row), path[None]], dim=1)
-            result[i] = apply_processors(logits[i : i + 1], ids, request.sampling.processors)[0]
+            key = (request.request_id, node)
+            if key not in self._seen:
+                self._seen[key] = self._process(request, row, node, logits[i : i + 1])
+            result[i] = self._seen[key]
         return result
+
+    def _process(self, request: Request, row: int, node: int, logits: Tensor) -> Tensor:
+        """Return [V] float32, logits [1, V] after the processors of a request, at a node's own token path."""
+        path = self._tree.token_ids[row, path_to(self._tree.parents[row], node)]
+        if request.first_stop(path.tolist()) is not None:
+            # Never emitted: plain decoding asks nothing behind a stop, and a grammar may have no answer there.
+            return logits[0].to(torch.float32)
+        ids = torch.cat([self._tokens(row), path[None]], dim=1)
+        return apply_processors(logits, ids, request.sampling.processors)[0]
 
     def _tokens(self, row: int) -> Tensor:
         """Return [1, n] int64, the tokens of a request up to its root; made once per step."""

@@ -21,21 +21,23 @@ Sources = dict[str, str]  # "specdec/drafters/ngram.py" -> its text
 
 ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import generate`
 BASE = {"errors", "interfaces", "registry"}
-CORE = BASE | {"sampling", "noise", "tree", "request", "stats"}
+CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats"}
 ROOMS = CORE | {"kv", "models"}
-BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "engine", "stream", "planner", "debug"}
+BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "drafting", "trace", "engine", "stream", "planner"}
 # A room may always import itself. `eval` and `train` stand in no other room's set: nobody imports them.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "interfaces": {"errors"},
     "registry": {"errors", "interfaces"},
-    **dict.fromkeys(("sampling", "noise", "tree", "request", "stats"), CORE),
+    **dict.fromkeys(("sampling", "noise", "tree", "record", "request", "stats"), CORE),
     "kv": CORE,
     "models": CORE | {"kv"},
     "drafters": ROOMS,
     "verifiers": BASE | {"sampling", "noise", "tree"},
     "scheduler": BASE | {"request", "stats"},
-    "engine": ROOMS | {"scheduler", "target_rows", "acceptance"},
+    "drafting": ROOMS | {"scheduler", "acceptance"},
+    "trace": CORE | {"scheduler", "target_rows", "acceptance"},
+    "engine": ROOMS | {"scheduler", "target_rows", "acceptance", "drafting", "trace"},
     "target_rows": CORE,
     "acceptance": CORE | {"scheduler"},
     "stream": CORE,

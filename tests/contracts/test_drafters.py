@@ -181,7 +181,7 @@ def test_hearing_everything_twice_changes_nothing(name: str, options: dict[str, 
         return [(r.tokens, r.stats.num_draft_tokens, r.stats.accepted_at) for r in requests]
 
     once, twice = build(name, options), build(name, options)
-    twice.drafter = Echo(twice.drafter)
+    twice.drafting.drafter = Echo(twice.drafter)
     assert run(once) == run(twice)
 
 

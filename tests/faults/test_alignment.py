@@ -77,7 +77,7 @@ def test_fault_08_a_draft_model_equal_to_the_target(name: str, depths: list[int]
     model = model_of(named(name))
     engine = engine_of(model, "draft_model", {"model": model}, max_draft_tokens=4)
     inner, corruption = engine.drafter, Corruption(depths)
-    engine.drafter = Wrapped(inner, corruption)
+    engine.drafting.drafter = Wrapped(inner, corruption)
     first = trace(engine, inner, corruption, PROMPTS)
     assert trace(engine, inner, corruption, PROMPTS) == first
     for i, prompt in enumerate(PROMPTS):
