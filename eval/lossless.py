@@ -25,16 +25,13 @@ from rich.table import Table
 from transformers.utils import logging as transformers_logging
 
 from specdec.api import LLM
+from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top_gap
 from specdec.errors import ConfigError, SpecdecError
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.eval.timing import transformers_variant
 
 console = Console()
-
-# Two logits this close are a tie to the arithmetic: float32 sums differ by about 1e-5 between kernels, and between
-# logits of 16 to 32 half precision has steps of 1/64 (float16) and 1/8 (bfloat16), of which two are allowed.
-NEAR_TIES = {torch.float64: 1e-8, torch.float32: 2e-4, torch.float16: 0.05, torch.bfloat16: 0.26}
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +55,6 @@ class _TopGap:
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self.gap = top_gap(scores[0])
         return scores
-
-
-def top_gap(logits: torch.Tensor) -> float:
-    """Return best minus second-best of logits [V]."""
-    best, second = logits.double().topk(2).values.tolist()
-    return float(best - second)
 
 
 def next_logits(model: Any, prefix: Sequence[int]) -> torch.Tensor:
@@ -90,17 +81,15 @@ def first_divergence(
 
     Answers of unequal length are compared as far as both go.
     """
-    pairs = zip(expected, got, strict=False)
-    position = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+    position = first_difference(expected, got)
     if position is None:
         return None
     prefix = [*prompt, *expected[:position]]
     logits = next_logits(llm.model, prefix)
     probe = _TopGap()
     llm.generate(prefix, max_new_tokens=1, ignore_eos=True, logits_processor=[probe])
-    # How far the tokens taken lie below the best one decides; with three tied tokens they need not be the first two.
-    behind = float(logits.max() - min(logits[expected[position]], logits[got[position]]))
-    return Divergence(index, position, expected[position], got[position], top_gap(logits), probe.gap, behind < near_tie)
+    tokens = expected[position], got[position]
+    return Divergence(index, position, *tokens, top_gap(logits), probe.gap, behind(logits, tokens) < near_tie)
 
 
 def measure(config: Any) -> dict[str, Any]:
@@ -140,7 +129,7 @@ def _check(
     if size < 1:
         raise ConfigError(f"batch_sizes holds {size}; allowed: at least 1")
     dtype = llm.model.dtype
-    near_tie = NEAR_TIES[dtype] if config.near_tie is None else config.near_tie
+    near_tie = near_tie_limit(dtype, config.near_tie)
     found: list[Divergence] = []
     unequal: list[dict[str, Any]] = []  # lengths that differ: the engine ends at the context limit
     for start in range(0, len(prompts), size):

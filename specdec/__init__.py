@@ -1,6 +1,6 @@
 """Exact, fast, batch-correct speculative decoding for Hugging Face causal LMs."""
 
-from specdec.api import LLM, Completion, generate
+from specdec.api import LLM, Completion, Piece
 from specdec.errors import (
     ConfigError,
     IncompatibleDrafterError,
@@ -12,6 +12,7 @@ from specdec.errors import (
     UnsupportedModelError,
     WrongThreadError,
 )
+from specdec.generation import custom_generate, generate
 
 __version__ = "0.1.0"
 
@@ -24,8 +25,10 @@ __all__ = [
     "ModelLoadError",
     "ModelOutputError",
     "OutOfCacheError",
+    "Piece",
     "SpecdecError",
     "UnsupportedModelError",
     "WrongThreadError",
+    "custom_generate",
     "generate",
 ]

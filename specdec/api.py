@@ -1,119 +1,91 @@
-"""The two doors in Python: `LLM` for text, `generate` for the user's own model and ids."""
+"""The door for text: `LLM`, a model with a drafter and an engine."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, fields, replace
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from specdec.acceptance import VerifierChoice
-from specdec.engine import Engine, EngineConfig
+from specdec.build import build_engine, build_verifiers, split_options
+from specdec.engine import Engine
 from specdec.errors import ConfigError, InputError
-from specdec.interfaces import Drafter, DrafterContext, SamplingParams, Verifier
-from specdec.models.build import RunnerConfig, runner_for
-from specdec.models.generation import as_processors, config_processors, eos_token_ids, resolve
+from specdec.interfaces import Drafter, SamplingParams, Verifier
+from specdec.models.build import runner_for
+from specdec.models.generation import as_processors, config_processors, criteria_for, eos_token_ids
 from specdec.models.loading import load_model
 from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
-from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
+from specdec.record import Keep, TokenRecord
+from specdec.registry import DRAFTERS, refuse_unknown
 from specdec.request import Request, StopRules
+from specdec.running import Follower, Job, forget, run, start
 from specdec.sampling import check_sampling, warn_ignored
 from specdec.stats import RequestStats
+from specdec.stream import StopStrings, TextStream, as_stop_strings, text_of
+from specdec.worker import Worker
 
 __all__ = [
     "LLM",
     "Completion",
-    "build_drafter",
-    "build_verifiers",
+    "Piece",
     "cpu_name",
-    "generate",
     "measure_step_times",
     "read_bandwidth_bytes_per_s",
-    "run",
     "weight_bytes_per_step",
 ]
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """One prompt's answer. `finish_reason`: "stop" at an EOS token, "length" at a limit."""
+    """One prompt's answer.
+
+    `finish_reason`: "stop" at an EOS token, a stop string or a stopping criterion, "length" at a limit, "time" at a
+    time limit. `token_ids` keep the token that completed a stop string; `text` ends before it.
+    """
 
     prompt_token_ids: list[int]
     token_ids: list[int]
     text: str
     finish_reason: str
     stats: RequestStats
+    from_draft: list[bool] = field(default_factory=list)  # per token: drafted and accepted, or the target's own
+    logprobs: list[TokenRecord] | None = None  # per token, if asked for
 
 
-def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
-    """Return the acceptance rules of an engine: "auto", a registered name, or an instance."""
-    if verifier == "auto":
-        match, rejection = VERIFIERS.load("match")(), VERIFIERS.load("rejection")()
-        return VerifierChoice(greedy=match, seeded=match, sampled=rejection)
-    rule: Any = VERIFIERS.load(verifier) if isinstance(verifier, str) else verifier
-    if isinstance(verifier, str) and isinstance(rule, type):
-        rule = rule()
-    if isinstance(rule, type) or not hasattr(rule, "verify"):
-        raise ConfigError(f"verifier={verifier!r}; allowed: 'auto', a name ({', '.join(VERIFIERS.names())}), an object")
-    return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What a step added to one prompt's answer. Its pieces' texts and tokens together are those of the Completion."""
+
+    index: int  # of the prompt
+    text: str  # may be empty: text is held back while a character is unfinished or a stop string may begin
+    token_ids: list[int]
+    from_draft: list[bool]
+    completion: Completion | None  # in the last piece of a prompt
+
+    @property
+    def finish_reason(self) -> str | None:
+        return None if self.completion is None else self.completion.finish_reason
 
 
-def build_drafter(
-    drafter: str | Drafter, runner: ModelRunner, tokenizer: Any | None, options: dict[str, Any] | None = None
-) -> Drafter:
-    """Return a drafter for a target: a registered name with options, or an instance as it is.
+@dataclass(frozen=True, slots=True)
+class _Options:
+    """The checked options of one call."""
 
-    Raises:
-        ConfigError: the name or an option is unknown.
-        IncompatibleDrafterError: it does not fit the target.
-    """
-    if not isinstance(drafter, str):
-        if isinstance(drafter, type) or not hasattr(drafter, "propose"):
-            raise ConfigError(f"drafter={drafter!r}; allowed: a name ({', '.join(DRAFTERS.names())}) or a Drafter")
-        if options:
-            raise ConfigError(f"drafter_options={options!r} go with a drafter's name; this one is built already")
-        return drafter
-    options = {} if options is None else options
-    if not isinstance(options, dict):
-        raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
-    kind = DRAFTERS.load(drafter)
-    if not callable(getattr(kind, "build", None)):
-        raise ConfigError(f"drafter={drafter!r} names {kind!r}, which has no build(context, **options)")
-    check_options(f"drafter {drafter!r}", kind.build, options, reserved=1)
-
-    def load(name: Any, dtype: Any = None) -> tuple[Any, Any]:
-        key = (str(name), str(dtype))
-        if key not in runner.loaded:
-            device = None if runner.device.type == "cpu" else runner.device
-            runner.loaded[key] = load_model(name, dtype=dtype, device=device)
-        found: tuple[Any, Any] = runner.loaded[key]
-        return found
-
-    built: Drafter = kind.build(DrafterContext(runner, runner.vocab_size, tokenizer, load), **options)
-    return built
-
-
-def _split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]:
-    """Return the engine's and the runner's configs from keyword arguments; unknown ones are refused."""
-    engine = {f.name for f in fields(EngineConfig)}
-    runner = {f.name for f in fields(RunnerConfig)}
-    refuse_unknown("specdec", options, engine | runner)
-    return (
-        EngineConfig(**{k: v for k, v in options.items() if k in engine}),
-        RunnerConfig(**{k: v for k, v in options.items() if k in runner}),
-    )
+    sampling: SamplingParams
+    stop: StopRules
+    stop_strings: tuple[str, ...]
+    keep: Keep
 
 
 class LLM:
     """A model, a drafter and an engine, for prompts as text or ids.
 
-    Belongs to the thread that first generates with it.
+    Belongs to the thread that first generates with it. The methods beginning with `a` are for asyncio: they run the
+    model in a thread of their own, and concurrent calls share its batches.
 
     Args:
         model: "smollm2", a hub id, a local directory, a .gguf file or a model object.
@@ -147,7 +119,7 @@ class LLM:
         trust_remote_code: bool = False,
         **options: Any,
     ) -> None:
-        self._engine_config, self._runner_config = _split_options(options)
+        self._engine_config, self._runner_config = split_options(options)
         self._verifiers = build_verifiers(verifier)
         if isinstance(drafter, str):
             DRAFTERS.load(drafter)  # an unknown name is refused before a model is loaded for minutes
@@ -156,6 +128,7 @@ class LLM:
         )
         self.tokenizer = tokenizer or found
         self._base: ModelRunner | None = None
+        self._worker = Worker()
         self._drafter, self._drafter_options = drafter, drafter_options
         self._refresh()
 
@@ -163,9 +136,14 @@ class LLM:
         """Build the engine, at first and whenever the model's weights or modules have changed since."""
         base = runner_for(self.model, self._runner_config)
         if base is not self._base:
-            runner = base.with_own_cache()
-            drafter = build_drafter(self._drafter, runner, self.tokenizer, self._drafter_options)
-            self.engine = Engine(runner, drafter, self._verifiers, self._engine_config)
+            self.engine: Engine = build_engine(
+                base.with_own_cache(),
+                self._drafter,
+                self._verifiers,
+                self._engine_config,
+                tokenizer=self.tokenizer,
+                drafter_options=self._drafter_options,
+            )
             self._base = base
 
     def generate(
@@ -178,8 +156,11 @@ class LLM:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int | None = None,
+        stop: str | Sequence[str] | None = None,
         ignore_eos: bool = False,
         logits_processor: Sequence[Any] = (),
+        stopping_criteria: Sequence[Any] = (),
+        logprobs: int | None = None,
         streamer: Any | None = None,
         **unknown: Any,
     ) -> list[Completion]:
@@ -196,8 +177,11 @@ class LLM:
             top_p: 1 is off.
             min_p: 0 is off.
             seed: applies to each prompt as if it were alone; None draws one from torch's global generator.
+            stop: texts that end an answer when it comes to hold one; special tokens count as they are written.
             ignore_eos: run to max_new_tokens.
             logits_processor: transformers LogitsProcessors, called with one row [1, n], a node's exact token path.
+            stopping_criteria: transformers StoppingCriteria, called with one row [1, n] after each emitted token.
+            logprobs: keep the log-probabilities of each token and of the n likeliest ones; None keeps none.
             streamer: a transformers streamer, for one prompt.
             unknown: refused by name.
 
@@ -206,35 +190,28 @@ class LLM:
             ConfigError: an option is unknown or out of range.
         """
         if unknown:
-            refuse_unknown("LLM.generate", unknown, set(signature(LLM.generate).parameters) - {"self", "unknown"})
-        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
-            raise ConfigError(f"tokenizer={self.tokenizer!r}; allowed: a transformers tokenizer")
-        ids = [self._encode(p) for p in _as_list(prompts)]
-        if streamer is not None and len(ids) != 1:
-            raise ConfigError(f"a streamer takes one prompt, {len(ids)} were given")
+            refuse_unknown("LLM.generate", unknown, _GENERATE_OPTIONS)
+        self._worker.settle(self.engine)
         if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
             raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
-        sampling = SamplingParams(
+        options = self._options(
+            max_new_tokens=max_new_tokens,
             temperature=temperature,
             top_k=top_k,
             top_p=top_p,
             min_p=min_p,
             seed=seed,
-            processors=tuple(as_processors(logits_processor)),
+            stop=stop,
+            ignore_eos=ignore_eos,
+            logits_processor=logits_processor,
+            stopping_criteria=stopping_criteria,
+            logprobs=logprobs,
         )
-        check_sampling(sampling)
-        warn_ignored(sampling)
-        _check_count("max_new_tokens", max_new_tokens)
-        stop = StopRules(
-            max_new_tokens=max_new_tokens, eos_token_ids=frozenset() if ignore_eos else eos_token_ids(self.model)
-        )
+        jobs = self._jobs(prompts, options)
+        if streamer is not None and len(jobs) != 1:
+            raise ConfigError(f"a streamer takes one prompt, {len(jobs)} were given")
         self._refresh()
-        jobs = []
-        for prompt in ids:
-            own = config_processors(self.model, prompt, max_new_tokens)
-            jobs.append((prompt, replace(sampling, processors=(*own, *sampling.processors)), stop))
-        requests = run(self.engine, jobs, streamer)
-        return [self._completion(request) for request in requests]
+        return [self._completion(r, options.stop_strings) for r in run(self.engine, jobs, streamer)]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
         """Return the answer to one conversation, through the tokenizer's own chat template.
@@ -247,6 +224,114 @@ class LLM:
             InputError: the messages are malformed, or the tokenizer has no chat template.
         """
         return self.generate(self.chat_token_ids(messages), **options)[0]
+
+    def stream(self, prompts: Any, **options: Any) -> Iterator[Piece]:
+        """Yield pieces of the answers as they come; those of several prompts take turns.
+
+        Closing or abandoning the iterator ends its requests and leaves the engine as it was; several may be open at
+        once and share batches.
+
+        Args:
+            prompts: as for `generate`.
+            options: as for `generate`, without `streamer`.
+
+        Raises:
+            InputError: as for `generate`, when the first piece is asked for.
+            ConfigError: an option is unknown or out of range; at once.
+        """
+        checked = self._stream_options("LLM.stream", options)
+        return self._stream(self._jobs(prompts, checked), checked)
+
+    def _stream(self, jobs: Sequence[Job], options: _Options) -> Iterator[Piece]:
+        self._worker.settle(self.engine)
+        self._refresh()
+        engine = self.engine  # a later call may build a new one
+        requests = start(engine, jobs)
+        try:
+            pieces = _Pieces(self, engine, requests, options.stop_strings)
+            while not pieces.follow.is_done:
+                pieces.follow.advance()
+                yield from pieces.take()
+        finally:
+            forget(engine, requests)
+
+    async def agenerate(self, prompts: Any, **options: Any) -> list[Completion]:
+        """Return one Completion per prompt, as `generate`, without keeping the event loop from other work."""
+        found: dict[int, Completion] = {}
+        async for piece in self._astream("LLM.agenerate", prompts, options):
+            if piece.completion is not None:
+                found[piece.index] = piece.completion
+        return [found[i] for i in range(len(found))]
+
+    async def achat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
+        """Return the answer to one conversation, as `chat`."""
+        return (await self.agenerate(self.chat_token_ids(messages), **options))[0]
+
+    def astream(self, prompts: Any, **options: Any) -> AsyncIterator[Piece]:
+        """Yield pieces as `stream` does; cancelling or closing it ends its requests."""
+        return self._astream("LLM.astream", prompts, options)
+
+    async def _astream(self, what: str, prompts: Any, options: dict[str, Any]) -> AsyncIterator[Piece]:
+        checked = self._stream_options(what, options)
+        jobs = self._jobs(prompts, checked)
+        async with self._worker.using(self.engine) as call:
+            await call(self._refresh)
+            engine = self.engine
+            requests: list[Request] = []  # filled by the thread, which goes on when this is cancelled
+            try:
+                await call(lambda: requests.extend(start(engine, jobs)))
+                pieces = _Pieces(self, engine, requests, checked.stop_strings)
+                while not pieces.follow.is_done:
+                    await call(pieces.follow.advance)
+                    for piece in pieces.take():
+                        yield piece
+            finally:
+                await call(forget, engine, requests)
+
+    def _stream_options(self, what: str, options: dict[str, Any]) -> _Options:
+        refuse_unknown(what, options, _GENERATE_OPTIONS - {"streamer"})
+        return self._options(**{**_DEFAULTS, **options})
+
+    def _options(
+        self,
+        *,
+        max_new_tokens: int,
+        seed: int | None,
+        stop: str | Sequence[str] | None,
+        ignore_eos: bool,
+        logits_processor: Sequence[Any],
+        stopping_criteria: Sequence[Any],
+        logprobs: int | None,
+        **sampling_options: Any,
+    ) -> _Options:
+        if self.tokenizer is not None and not hasattr(self.tokenizer, "decode"):
+            raise ConfigError(f"tokenizer={self.tokenizer!r}; allowed: a transformers tokenizer")
+        sampling = SamplingParams(seed=seed, processors=tuple(as_processors(logits_processor)), **sampling_options)
+        check_sampling(sampling)
+        warn_ignored(sampling)
+        if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
+            raise ConfigError(f"max_new_tokens={max_new_tokens!r}; allowed: an integer >= 0")
+        strings = as_stop_strings(stop)
+        if strings:
+            self._need_tokenizer("a stop string")
+        rules = StopRules(
+            max_new_tokens=max_new_tokens,
+            eos_token_ids=frozenset() if ignore_eos else eos_token_ids(self.model),
+            criteria=criteria_for(self.model, stopping_criteria),
+        )
+        return _Options(sampling, rules, strings, Keep(logprobs=logprobs))
+
+    def _jobs(self, prompts: Any, options: _Options) -> list[Job]:
+        jobs = []
+        for ids in [self._encode(p) for p in _as_list(prompts)]:
+            own = config_processors(self.model, ids, options.stop.max_new_tokens) if ids else []
+            sampling = replace(options.sampling, processors=(*own, *options.sampling.processors))
+            stop = options.stop
+            if options.stop_strings:
+                text_rule = StopStrings(self.tokenizer, options.stop_strings, len(ids))
+                stop = replace(stop, criteria=(*stop.criteria, text_rule))
+            jobs.append(Job(ids, sampling, stop, options.keep))
+        return jobs
 
     def chat_token_ids(self, messages: Sequence[dict[str, Any]]) -> list[int]:
         """Return the prompt ids of a conversation, the cue for the answer included."""
@@ -285,14 +370,49 @@ class LLM:
             prompt = prompt.tolist()
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if is_list and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
+            huge = next((t for t in prompt if not -(2**63) <= t < 2**63), None)
+            if huge is not None:
+                raise InputError(f"prompt token id {huge} is outside the target's vocabulary")
             return list(prompt)
         raise InputError(f"a prompt is a text or a list of token ids, got {type(prompt).__name__}: {prompt!r:.80}")
 
-    def _completion(self, request: Request) -> Completion:
+    def _completion(self, request: Request, stop_strings: Sequence[str], text: str | None = None) -> Completion:
         new = request.new_tokens
-        text = "" if self.tokenizer is None else self.tokenizer.decode(new, skip_special_tokens=True)
-        prompt = request.tokens[: request.num_prompt_tokens]
-        return Completion(prompt, new, text, request.finish_reason or "abort", request.stats)
+        if text is None:
+            text = text_of(self.tokenizer, new, stop_strings, request.finish_reason == "stop")
+        return Completion(
+            prompt_token_ids=request.tokens[: request.num_prompt_tokens],
+            token_ids=new,
+            text=text,
+            finish_reason=request.finish_reason or "abort",
+            stats=request.stats,
+            from_draft=list(request.from_draft),
+            logprobs=list(request.records) if request.keep else None,
+        )
+
+
+class _Pieces:
+    """The pieces of some requests' answers."""
+
+    def __init__(self, llm: LLM, engine: Engine, requests: Sequence[Request], stop_strings: Sequence[str]) -> None:
+        self.follow = Follower(engine, requests)
+        self._llm, self._requests, self._stop_strings = llm, requests, stop_strings
+        self._texts = [TextStream(llm.tokenizer, stop_strings) for _ in requests]
+
+    def take(self) -> Iterator[Piece]:
+        """Yield one piece for each request with news."""
+        for i, first in self.follow.take():
+            request, text = self._requests[i], self._texts[i]
+            new = request.new_tokens[first:]
+            piece, done = text.push(new), None
+            if request.finish_reason is not None:
+                piece += text.finish(request.finish_reason == "stop")
+                done = self._llm._completion(request, self._stop_strings, text.text)
+            yield Piece(i, piece, new, request.from_draft[first:], done)
+
+
+_GENERATE_OPTIONS = set(signature(LLM.generate).parameters) - {"self", "prompts", "unknown"}
+_DEFAULTS = {name: signature(LLM.generate).parameters[name].default for name in _GENERATE_OPTIONS - {"streamer"}}
 
 
 def _as_list(prompts: Any) -> list[Any]:
@@ -306,95 +426,3 @@ def _as_list(prompts: Any) -> list[Any]:
     if prompts and all(isinstance(t, int) for t in prompts):
         return [prompts]
     return list(prompts)
-
-
-def _check_count(name: str, value: Any) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ConfigError(f"{name}={value!r}; allowed: an integer >= 0")
-
-
-def run(
-    engine: Engine, prompts: Sequence[tuple[list[int], SamplingParams, StopRules]], streamer: Any | None = None
-) -> list[Request]:
-    """Run prompts to their ends and return their requests; the engine holds nothing of them afterwards.
-
-    All prompts are checked before anything runs. Prompts with nothing to generate are answered without running.
-    """
-    ids: list[int] = []
-    requests: list[Request] = []
-    try:
-        for prompt, sampling, stop in prompts:
-            requests.append(engine.add_request(prompt, sampling, stop))
-            ids.append(requests[-1].request_id)
-        if streamer is not None:
-            streamer.put(torch.tensor([prompts[0][0]]))
-        while any(r.finish_reason is None for r in requests):
-            for output in engine.step():
-                if streamer is not None and output.request_id == ids[0]:
-                    streamer.put(torch.tensor(output.token_ids))
-        if streamer is not None:
-            streamer.end()
-    finally:
-        with ExitStack() as stack:  # every request is forgotten, also if forgetting one of them fails
-            for request_id in ids:
-                stack.callback(engine.forget, request_id)
-    return requests
-
-
-def generate(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None = None,
-    *,
-    drafter: str | Drafter = "none",
-    verifier: str | Verifier = "auto",
-    drafter_options: dict[str, Any] | None = None,
-    tokenizer: Any | None = None,
-    generation_config: Any | None = None,
-    logits_processor: Any | None = None,
-    seed: int | None = None,
-    **kwargs: Any,
-) -> Tensor:
-    """Generate as transformers' `model.generate()` does, with drafting, and return the same ids.
-
-    Args:
-        model: a transformers causal LM; never modified.
-        input_ids: [B, n] int64; rows may be left- or right-padded.
-        attention_mask: [B, n], zero at padding; None = as transformers infers it.
-        drafter: a registered name, "package.module:Class" or a Drafter.
-        verifier: "auto", a registered name or a Verifier.
-        drafter_options: keyword arguments of the drafter.
-        tokenizer: lets drafters check vocabularies and calibrate on text.
-        generation_config: as in transformers.
-        logits_processor: as in transformers, but called with one row [1, n] at a time.
-        seed: of every row; None draws one per row from torch's global generator.
-        kwargs: GenerationConfig fields (max_new_tokens, do_sample, temperature, ...) and fields of `EngineConfig` and
-            `RunnerConfig` (max_draft_tokens, ...).
-
-    Returns:
-        [B * num_return_sequences, n + m] int64: `input_ids`, padding included, then the new tokens, padded on the
-        right with the pad token.
-
-    Raises:
-        ConfigError: an option is unknown or not supported, by name.
-        InputError: the prompts do not fit.
-        UnsupportedModelError: the model cannot run on this engine, by feature.
-    """
-    own_fields = {f.name for config in (EngineConfig, RunnerConfig) for f in fields(config)}
-    engine_config, runner_config = _split_options({k: v for k, v in kwargs.items() if k in own_fields})
-    verifiers = build_verifiers(verifier)
-    if not isinstance(input_ids, Tensor):
-        raise InputError(f"input_ids is a [batch, length] tensor, got {type(input_ids).__name__}")
-    rest = {k: v for k, v in kwargs.items() if k not in own_fields}
-    call = resolve(model, input_ids, attention_mask, generation_config, logits_processor, seed, rest)
-    runner = runner_for(model, runner_config).with_own_cache()
-    engine = Engine(runner, build_drafter(drafter, runner, tokenizer, drafter_options), verifiers, engine_config)
-    for sampling in call.sampling[:1]:
-        warn_ignored(sampling)
-    requests = run(engine, list(zip(call.prompts, call.sampling, call.stop, strict=True)))
-    longest = max((len(r.new_tokens) for r in requests), default=0)
-    tail = torch.full((len(requests), longest), call.pad_token_id, dtype=input_ids.dtype)
-    for row, request in zip(tail, requests, strict=True):
-        row[: len(request.new_tokens)] = torch.tensor(request.new_tokens, dtype=input_ids.dtype)
-    head = input_ids.repeat_interleave(call.num_return_sequences, dim=0)
-    return torch.cat([head, tail.to(input_ids.device)], dim=1)

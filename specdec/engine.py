@@ -10,11 +10,11 @@ import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Protocol
 
 import torch
 
 from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
+from specdec.draft_length import DraftLength, StaticLength, check_draft_length
 from specdec.drafting import Drafting
 from specdec.errors import ConfigError, InputError, OutOfCacheError
 from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
@@ -42,12 +42,15 @@ class EngineConfig:
     max_draft_tokens: int = 4
     max_batch_size: int = 64
     prefill_chunk_tokens: int = 512
+    draft_length: str = "static"  # or "confidence", "cost_aware": see docs/draft_length.md
+    confidence_threshold: float = 0.4  # of "confidence": a chain ends after a token drafted with less
 
     def __post_init__(self) -> None:
         for name, least in (("max_draft_tokens", 0), ("max_batch_size", 1), ("prefill_chunk_tokens", 1)):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
+        check_draft_length(self.draft_length, self.confidence_threshold)
 
 
 @dataclass(slots=True)
@@ -57,16 +60,6 @@ class _Clock:
     start: float = field(default_factory=time.perf_counter)
     draft_s: float = 0.0
     verify_s: float = 0.0
-
-
-class DraftLength(Protocol):
-    """How many tokens each request may draft in a step; see `specdec.draft_length`."""
-
-    min_confidence: float
-
-    def allot(self, work: Sequence[Work]) -> Sequence[Work]: ...
-    def learn(self, work: Sequence[Work], verdicts: Sequence[Verdict], draft_s: float) -> None: ...
-    def release(self, request_id: int) -> None: ...
 
 
 class Engine:
@@ -86,7 +79,8 @@ class Engine:
     ) -> None:
         self.target, self.verifiers, self.config = target, verifiers, config
         self.drafting = Drafting(drafter, target, self._warn_once)
-        self.draft_length, self.trace = draft_length, trace
+        self.draft_length: DraftLength = StaticLength() if draft_length is None else draft_length
+        self.trace = trace
         self.stats = EngineStats()
         self._scheduler = Scheduler(
             max_batch_size=config.max_batch_size,
@@ -197,8 +191,7 @@ class Engine:
         self.target.cache.release(request.request_id)
         self._warn_if_idle(request)
         self.drafting.release(request)
-        if self.draft_length is not None:
-            self.draft_length.release(request.request_id)
+        self.draft_length.release(request.request_id)
 
     @property
     def has_unfinished(self) -> bool:
@@ -214,9 +207,7 @@ class Engine:
         self.target.claim()
         clock = _Clock()
         self._scheduler.admit(self._try_open)
-        work: Sequence[Work] = self._scheduler.schedule()
-        if self.draft_length is not None:
-            work = self.draft_length.allot(work)
+        work = self.draft_length.allot(self._scheduler.schedule())
         if not work:
             return self._emit()
         saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
@@ -247,8 +238,7 @@ class Engine:
         """Return the trees of the B requests that choose a token in this step, and the step's noise."""
         noise = self._noise([w.request for w in work if w.samples])
         start = time.perf_counter()
-        confidence = 0.0 if self.draft_length is None else self.draft_length.min_confidence
-        tree, asked = self.drafting.trees(work, self._noise, confidence)
+        tree, asked = self.drafting.trees(work, self._noise, self.draft_length.min_confidence)
         if asked:
             clock.draft_s = time.perf_counter() - start
         return tree, noise
@@ -360,8 +350,7 @@ class Engine:
     def _tell_watchers(
         self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, rows: StepRows, clock: _Clock
     ) -> None:
-        if self.draft_length is not None:
-            self.draft_length.learn(work, verdicts, clock.draft_s)
+        self.draft_length.learn(work, verdicts, clock.draft_s)
         if self.trace is not None:
             total = time.perf_counter() - clock.start
             number = self.stats.num_steps

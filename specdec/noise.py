@@ -85,6 +85,10 @@ class KeyedNoise:
                 return _race_sparse(weights, counters)
         return _race(weights, counters)
 
+    def scores(self, weights: Tensor, key: NoiseKey) -> Tensor:
+        """Return [L, V] float64, what `choose` takes the largest of: how far each token is from winning the race."""
+        return _race_scores(_checked(weights), self._counters(key))
+
     def _counters(self, key: NoiseKey) -> Tensor:
         """Return [L] int64, the start of each row's own splitmix sequence."""
         rows = key.rows.to(self._positions.device)
@@ -150,9 +154,14 @@ def _checked(weights: Tensor) -> Tensor:
 
 def _race(weights: Tensor, counters: Tensor) -> Tensor:
     """Run the race over all V tokens."""
+    return _race_scores(weights, counters).argmax(dim=-1)
+
+
+def _race_scores(weights: Tensor, counters: Tensor) -> Tensor:
+    """Return [L, V] float64, each weight over its time."""
     times = _exponentials(counters[:, None] + _steps(weights.shape[1], weights.device))
     # Dividing by the time keeps zero weights at score 0, below every positive weight.
-    return torch.div(weights.to(torch.float64), times, out=times).argmax(dim=-1)
+    return torch.div(weights.to(torch.float64), times, out=times)
 
 
 def _race_sparse(weights: Tensor, counters: Tensor) -> Tensor:

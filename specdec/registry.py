@@ -79,8 +79,11 @@ DRAFTERS = Registry(
     {
         "none": "specdec.drafters.none:NoneDrafter",
         "ngram": "specdec.drafters.ngram:NgramDrafter",
+        "suffix": "specdec.drafters.suffix:SuffixDrafter",
+        "token_recycling": "specdec.drafters.token_recycling:TokenRecyclingDrafter",
         "draft_model": "specdec.drafters.draft_model:DraftModelDrafter",
         "self_int8": "specdec.drafters.self_int8:SelfInt8Drafter",
+        "early_exit": "specdec.drafters.early_exit:EarlyExitDrafter",
         "oracle": "specdec.drafters.testing:OracleDrafter",
         "adversary": "specdec.drafters.testing:AdversaryDrafter",
         "scripted": "specdec.drafters.testing:ScriptedDrafter",

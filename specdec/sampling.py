@@ -78,9 +78,9 @@ def apply_processors(logits_row: Tensor, ids: Tensor, processors: Iterable[Any])
         result = processor(ids, scores)
         if not isinstance(result, Tensor) or result.numel() != logits_row.numel():
             got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+            name = getattr(processor, "name", type(processor).__name__)
             raise ConfigError(
-                f"logits processor {type(processor).__name__} returned {got}; allowed: a tensor of shape "
-                f"{tuple(logits_row.shape)}"
+                f"logits processor {name} returned {got}; allowed: a tensor of shape {tuple(logits_row.shape)}"
             )
         scores = result.reshape(logits_row.shape)
     return scores

@@ -49,6 +49,21 @@ class StepRows:
         processed = self._processed(rows, torch.tensor(nodes, device=self._first.device))
         return filtered_scores(processed, self._requests[row].sampling)
 
+    def judged_scores(self, row: int, nodes: Sequence[int]) -> Tensor:
+        """Return [n, V] float32 like `scores`, but run no processor: NaN at nodes where one would have to.
+
+        For watchers, who look when the step's tokens are committed and processors would see the wrong ones.
+        """
+        sampling, request_id = self._requests[row].sampling, self._requests[row].request_id
+        processed = self.logits(row, nodes)
+        if not sampling.processors:
+            return filtered_scores(processed, sampling)
+        result = torch.full_like(processed, torch.nan)
+        for i, node in enumerate(nodes):
+            if (request_id, node) in self._seen:
+                result[i] = filtered_scores(self._seen[request_id, node][None], sampling)[0]
+        return result
+
     def probs(self, rows: Tensor, nodes: Tensor) -> Tensor:
         """Return [L, V] float32; see `TargetRows`."""
         logits = self._processed(rows, nodes)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.api import build_drafter, build_verifiers
+from specdec.build import build_drafter, build_verifiers
 from specdec.engine import Engine, EngineConfig
 from specdec.interfaces import SamplingParams, Segment
 from specdec.models.build import RunnerConfig, runner_for

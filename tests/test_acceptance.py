@@ -11,7 +11,7 @@ import torch
 
 import specdec
 from specdec.acceptance import VerifierChoice, accepted_paths, judge
-from specdec.api import build_verifiers
+from specdec.build import build_verifiers
 from specdec.interfaces import SamplingParams, TokenTree, VerifyResult
 from specdec.noise import KeyedNoise
 from specdec.request import Request, StopRules

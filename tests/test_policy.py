@@ -23,7 +23,7 @@ ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import gene
 BASE = {"errors", "interfaces", "registry"}
 CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats"}
 ROOMS = CORE | {"kv", "models"}
-BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "drafting", "trace", "engine", "stream", "planner"}
+BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "drafting", "trace", "draft_length", "engine", "stream", "planner"}
 # A room may always import itself. `eval` and `train` stand in no other room's set: nobody imports them.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -37,20 +37,25 @@ MAY_IMPORT: dict[str, set[str]] = {
     "scheduler": BASE | {"request", "stats"},
     "drafting": ROOMS | {"scheduler", "acceptance"},
     "trace": CORE | {"scheduler", "target_rows", "acceptance"},
-    "engine": ROOMS | {"scheduler", "target_rows", "acceptance", "drafting", "trace"},
+    "draft_length": BASE | {"request", "stats", "scheduler", "acceptance"},
+    "engine": ROOMS | {"scheduler", "target_rows", "acceptance", "drafting", "trace", "draft_length"},
     "target_rows": CORE,
     "acceptance": CORE | {"scheduler"},
     "stream": CORE,
     "planner": BASE | {"stats"},
     "debug": BELOW_API,
-    "api": BELOW_API,
-    "cli": BELOW_API | {"api", ROOT},
-    ROOT: BELOW_API | {"api"},
+    "build": BELOW_API,
+    "running": BELOW_API,
+    "worker": BELOW_API,
+    "generation": BELOW_API | {"build", "running"},
+    "api": BELOW_API | {"build", "running", "worker"},
+    "cli": BELOW_API | {"api", "build", ROOT},
+    ROOT: BELOW_API | {"api", "generation"},
     "train": ROOMS | {"drafters", "api", ROOT},
     "eval": CORE | {"planner", "api", ROOT},
     "configs": set(),
 }
-LOOKS_UP_NAMES = {"api", "cli", "eval"}
+LOOKS_UP_NAMES = {"api", "build", "cli", "eval"}
 MAY_USE_HYDRA = {"eval", "cli", "configs"}
 MAY_PRINT = {"eval", "cli"}
 NO_TORCH = ("specdec/scheduler.py", "specdec/scheduler/", "specdec/kv/blocks.py")

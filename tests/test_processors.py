@@ -135,16 +135,17 @@ def test_fault_14_a_processor_may_write_in_place(drafter: str) -> None:
 
 @pytest.mark.parametrize("drafter", DRAFTERS)
 def test_fault_15_a_grammar_per_row(drafter: str) -> None:
-    """The function learns which row it is asked about, and only about what was emitted."""
+    """The function learns which row it is asked about, padding included, and only about what was emitted."""
     model = model_of(named("llama"))
     ids, mask = padded(PROMPTS)
+    width = ids.shape[1]
     allowed = {0: [3, 4, 5], 1: [10, 11, 12, 13], 2: [40, 41]}
     seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
 
     def grammar(row: int, tokens: Tensor) -> list[int]:
-        assert tokens.tolist()[: len(PROMPTS[row])] == PROMPTS[row]
+        assert tokens.tolist()[:width] == ids[row].tolist()
         seen[row].append(len(tokens))
-        new = tokens.tolist()[len(PROMPTS[row]) :]
+        new = tokens.tolist()[width:]
         return [t for t in allowed[row] if not new or t != new[-1]]
 
     got = specdec.generate(
@@ -153,7 +154,7 @@ def test_fault_15_a_grammar_per_row(drafter: str) -> None:
     for i, row in enumerate(got[:, ids.shape[1] :].tolist()):
         assert set(row) <= set(allowed[i])
         assert all(a != b for a, b in itertools.pairwise(row))
-        assert seen[i] == list(range(len(PROMPTS[i]), len(PROMPTS[i]) + 8))
+        assert seen[i] == list(range(width, width + 8))
 
 
 def test_fault_15_a_grammar_without_an_answer_is_an_error() -> None:

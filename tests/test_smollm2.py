@@ -11,7 +11,8 @@ import torch
 from omegaconf import OmegaConf
 
 from specdec import LLM
-from specdec.eval.lossless import NEAR_TIES, first_divergence
+from specdec.debug.near_tie import NEAR_TIES
+from specdec.eval.lossless import first_divergence
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.timing import transformers_variant
 from specdec.interfaces import FeatureSpec, Segment

@@ -297,17 +297,40 @@ class KVCache:
         keys, values = self._storage(layer, k, v)
         outputs: list[Tensor] = []
         for s in plan.segments:
-            rows = slice(s.first_row, s.first_row + s.num_rows)
-            slots = slice(s.first_slot, s.first_slot + s.num_rows)
-            run = slice(s.base, s.base + s.kv_len)
-            keys[slots] = k[rows]
-            values[slots] = v[rows]
+            run = _write(s, keys, values, k, v)
             outputs.append(
                 attend_segment(
-                    s, q[rows], keys[run], values[run], scaling=scaling, pattern=pattern, softcap=softcap, sinks=sinks
+                    s,
+                    q[s.first_row : s.first_row + s.num_rows],
+                    keys[run],
+                    values[run],
+                    scaling=scaling,
+                    pattern=pattern,
+                    softcap=softcap,
+                    sinks=sinks,
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def append(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Write the rows' keys and values; return those of all segments side by side, for `StepPlan.mask`.
+
+        For models that attend by themselves. The result is for reading only.
+
+        Args:
+            plan: of this forward.
+            layer: whose storage.
+            k: [T, h, D].
+            v: [T, h, E].
+
+        Returns:
+            Keys [N, h, D] and values [N, h, E], N the sum of the segments' `kv_len`.
+        """
+        keys, values = self._storage(layer, k, v)
+        runs = [_write(s, keys, values, k, v) for s in plan.segments]
+        if len(runs) == 1:
+            return keys[runs[0]], values[runs[0]]
+        return torch.cat([keys[run] for run in runs]), torch.cat([values[run] for run in runs])
 
     def _storage(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         values = self._values.get(layer)  # grown last, so it tells for both
@@ -333,3 +356,12 @@ class KVCache:
             ) from error
         new[: old.shape[0]] = old
         return new
+
+
+def _write(segment: PlannedSegment, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> slice:
+    """Store one segment's rows of k and v; return the slots of its whole context."""
+    rows = slice(segment.first_row, segment.first_row + segment.num_rows)
+    slots = slice(segment.first_slot, segment.first_slot + segment.num_rows)
+    keys[slots] = k[rows]
+    values[slots] = v[rows]
+    return slice(segment.base, segment.base + segment.kv_len)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -99,3 +99,26 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return int(self.positions.shape[0])
+
+    def mask(self, like: Tensor) -> Tensor:
+        """Return the additive mask [T, N] over the keys of all segments side by side; dtype and device of `like`.
+
+        Two rows of a request with one committed token, then one row of a request with two:
+
+            1 1 0 0 0 0
+            1 1 1 0 0 0
+            0 0 0 1 1 1
+        """
+        num_keys = sum(s.kv_len for s in self.segments)
+        bias = torch.full((self.num_rows, num_keys), float("-inf"), dtype=like.dtype, device=like.device)
+        first_key = 0
+        for s in self.segments:
+            own = s.mask(None, like, 1)
+            block = bias[s.first_row : s.first_row + s.num_rows, first_key : first_key + s.kv_len]
+            block.copy_(torch.zeros((), dtype=like.dtype) if own is None else own)
+            first_key += s.kv_len
+        return bias
+
+    def alone(self) -> list[StepPlan]:
+        """Return one plan per segment, for models whose rows cannot be packed."""
+        return [StepPlan([replace(s, first_row=0)], s.positions) for s in self.segments]

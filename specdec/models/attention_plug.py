@@ -48,6 +48,13 @@ def running(cache: KVCache, plan: StepPlan) -> Iterator[_Step]:
         _STEP.reset(token)
 
 
+def _current_step() -> _Step:
+    step = _STEP.get(None)
+    if step is None:
+        raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
+    return step
+
+
 def _mask(
     batch_size: int,
     q_length: int,
@@ -59,9 +66,7 @@ def _mask(
     **kwargs: Any,
 ) -> Tensor:
     """Return a marker tensor for the pattern of one kind of layer; called once per kind and forward."""
-    step = _STEP.get(None)
-    if step is None:
-        raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
+    step = _current_step()
     pattern = None
     if mask_function is not causal_mask_function:
 
@@ -91,9 +96,7 @@ def _attention(
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend over the cache. query [1, H, T, D], key [1, h, T, D], value [1, h, T, E] -> [1, T, H, E]."""
-    step = _STEP.get(None)
-    if step is None:
-        raise UnsupportedModelError("a model with specdec's attention was called outside a ModelRunner")
+    step = _current_step()
     marked = 0 if attention_mask is None or attention_mask.dim() != 4 else attention_mask.shape[0]
     if attention_mask is None or marked == 0 or attention_mask.shape != (marked, 1, query.shape[2], 1):
         marked = len(step.patterns) + 1  # no marker of ours
@@ -142,9 +145,30 @@ class _PassLayer(CacheLayerMixin):
         return -1
 
 
+class _StoringLayer(_PassLayer):
+    """Stores the rows in our cache and answers with everything the packed rows may look at."""
+
+    def __init__(self, layer: int) -> None:
+        super().__init__()
+        self._layer = layer
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """[1, h, T, D] and [1, h, T, E] -> [1, h, N, D] and [1, h, N, E]."""
+        step = _current_step()
+        step.num_calls += 1
+        k, v = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        keys, values = step.cache.append(step.plan, self._layer, k, v)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+
 def pass_through_cache(num_layers: int) -> Cache:
-    """Return a transformers Cache that stores nothing."""
+    """Return a transformers Cache that stores nothing, for models that ask our attention function."""
     return Cache(layers=[_PassLayer() for _ in range(num_layers)])
+
+
+def storing_cache(num_layers: int) -> Cache:
+    """Return a transformers Cache over ours, for models that attend by themselves to what `update` returns."""
+    return Cache(layers=[_StoringLayer(layer) for layer in range(num_layers)])
 
 
 AttentionInterface.register(ATTENTION_NAME, _attention)

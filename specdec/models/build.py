@@ -17,11 +17,16 @@ from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
 from specdec.models import lean
 from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
-from specdec.models.compatibility import refuse_unsupported
-from specdec.models.conformance import LEAN_TOLERANCE, PROBE_TOKENS, Reference, compare, conforms, take_reference
-from specdec.models.hosted import HostedProgram, base_forward
-from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables
+from specdec.models.compatibility import max_positions, refuse_unsupported
+from specdec.models.conformance import LEAN_TOLERANCE, SHORT, Reference, compare, conforms, take_reference
+from specdec.models.hosted import base_forward
+from specdec.models.hosting import host, refuse_difference
+from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables, is_plain_linear
+from specdec.models.probe import Compatibility
 from specdec.models.runner import ModelRunner, Program
+from specdec.models.wrapped import adapter_parts, unwrapped
+from specdec.models.shrink import windows
+from specdec.models.verdicts import verdict_of
 
 log = logging.getLogger("specdec")
 
@@ -65,6 +70,7 @@ def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner
     Raises:
         UnsupportedModelError: the model has a feature the engine cannot run exactly.
     """
+    model = unwrapped(model)
     with _BUILDING:
         now = fingerprint(model)
         kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
@@ -80,23 +86,24 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
     clone: Any = clone_sharing_parameters(model)
     device = device_of(clone)
     vocab_size = clone.config.get_text_config().vocab_size
-    limit = getattr(clone.config.get_text_config(), "max_position_embeddings", None)
-    if limit and limit < PROBE_TOKENS:
+    limit, needed = max_positions(clone.config), SHORT.num_positions
+    if limit and limit < needed:
         raise UnsupportedModelError(
-            f"{type(model).__name__} has {limit} positions; the comparison before use needs {PROBE_TOKENS}"
+            f"{type(model).__name__} has {limit} positions; the comparison before use needs {needed}"
         )
     name = type(model).__name__
     try:
         reference = take_reference(lambda ids: base_forward(clone, ids), vocab_size, device)
     except _MODEL_ERRORS as error:
-        raise UnsupportedModelError(f"{name}'s own forward fails on a probe of 11 tokens: {error}") from error
-    if bool((reference.left.isnan() | reference.left.isposinf()).any()):  # -inf may stand at padding ids
+        raise UnsupportedModelError(f"{name}'s own forward fails on a probe of {needed} tokens: {error}") from error
+    if reference.is_broken():
         raise ModelOutputError(
             f"{name}'s own forward gives NaN or infinite logits on a probe of random tokens; check the "
             "weights and the dtype (float16 overflows in some models)"
         )
+    known = _strict_verdict(clone, reference.dtype)
     try:
-        program, trees, extra = _choose_program(clone, reference, config)
+        program, trees, extra = _choose_program(clone, reference, config, known)
     except _MODEL_ERRORS as error:
         raise UnsupportedModelError(f"{name} does not run over specdec's KV cache: {error}") from error
     runner = ModelRunner(
@@ -105,8 +112,8 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
         config=clone.config,
         device=device,
         vocab_size=reference.vocab_size,
-        dtype=reference.left.dtype,
-        supports_trees=trees,
+        dtype=reference.dtype,
+        supports_trees=trees and known.verdict != "chains",
         extra_weight_bytes=extra,
         model=clone,
     )
@@ -122,36 +129,44 @@ def _size_cache(runner: ModelRunner) -> None:
     runner.cache.release(-1)
 
 
-def _choose_program(clone: Any, reference: Reference, config: RunnerConfig) -> tuple[Program, bool, int]:
+def _strict_verdict(model: Any, dtype: torch.dtype) -> Compatibility:
+    """Return the shrunk probe's verdict where the comparison on the real weights is too loose or too short.
+
+    Raises:
+        UnsupportedModelError: the architecture does not conform in float32.
+    """
+    crossed = all(size < SHORT.num_positions for size in windows(model.config))
+    if crossed and dtype in (torch.float32, torch.float64):
+        return Compatibility("unknown")
+    known = verdict_of(model.config, type(model))
+    if known.verdict == "refused":
+        raise UnsupportedModelError(
+            f"a small float32 {type(model).__name__} over specdec's KV cache does not compute what transformers does, "
+            f"so neither may this one: {known.feature}; {known.advice}"
+        )
+    return known
+
+
+def _choose_program(
+    clone: Any, reference: Reference, config: RunnerConfig, known: Compatibility
+) -> tuple[Program, bool, int]:
     """Return the fastest program that conforms, whether it takes trees, and the extra weight bytes it holds."""
     factory = _kernel_factory(clone, config)
-    if config.lean and lean.applies_to(clone):
+    if config.lean and known.lean is not False and lean.applies_to(clone):
         program = _lean_program(clone, reference, factory)
         if program is not None:
             return program, True, factory.extra_bytes if factory else 0
         factory = _kernel_factory(clone, config)
     attention = getattr(clone.config, "_attn_implementation", None)
-    # The runner keeps `clone` as it is, for further copies; this one gets our attention and kernels.
-    clone = clone_sharing_parameters(clone)
-    hosted = HostedProgram(clone)
-    trees = conforms(hosted, reference)
-    if not trees and not conforms(hosted, reference, trees=False):
-        raise UnsupportedModelError(
-            f"{type(clone).__name__} over specdec's KV cache differs from its own forward by "
-            f"{compare(hosted, reference, trees=False):.2g} of the largest logit; it cannot be run exactly"
-            + (
-                f", at least not as loaded: {attention!r} may leave out what 'eager' does"
-                if attention == "sdpa"
-                else ""
-            )
-        )
+    hosting = host(clone, reference)
+    refuse_difference(hosting, type(clone).__name__, attention)
     if factory is not None:
-        _replace_linears(clone, factory)
-        if not conforms(hosted, reference, trees=trees):
+        _replace_linears(hosting.clone, factory)
+        if not conforms(hosting.program, reference, trees=hosting.trees):
             raise UnsupportedModelError(
                 f"{type(clone).__name__} does not bear replaced Linear layers; load it with kernels='off'"
             )
-    return hosted, trees, factory.extra_bytes if factory else 0
+    return hosting.program, hosting.trees, factory.extra_bytes if factory else 0
 
 
 def _lean_program(clone: Any, reference: Reference, factory: KernelFactory | None) -> Program | None:
@@ -163,14 +178,14 @@ def _lean_program(clone: Any, reference: Reference, factory: KernelFactory | Non
     except (AttributeError, RuntimeError, TypeError) as error:  # built of other parts than its model_type says
         log.info("the lean forward does not fit %s (%s); not used", name, error)
         return None
-    if not difference <= LEAN_TOLERANCE[reference.left.dtype]:  # NaN included
+    if not difference <= LEAN_TOLERANCE[reference.dtype]:  # NaN included
         log.info("the lean forward differs from %s by %.2g; not used", name, difference)
         return None
     return program
 
 
 def _kernel_factory(clone: nn.Module, config: RunnerConfig) -> KernelFactory | None:
-    linears = [m for m in clone.modules() if type(m) is nn.Linear]
+    linears = [m for m in clone.modules() if is_plain_linear(m)]
     num_bytes = sum(m.weight.numel() * m.weight.element_size() for m in linears)
     on_cpu = all(m.weight.device.type == "cpu" for m in linears)
     if config.kernels == "off" or not on_cpu or num_bytes < SMALL_MODEL_BYTES:
@@ -187,10 +202,11 @@ def _fuse_for(factory: KernelFactory | None) -> lean.Fuse:
 
 
 def _replace_linears(clone: nn.Module, factory: KernelFactory) -> None:
-    """Swap every Linear of the clone for a `FusedLinear` where prepacking pays."""
+    """Swap every Linear of the clone for a `FusedLinear` where prepacking pays; adapters' small ones stay."""
+    adapters = adapter_parts(clone)
     for parent in list(clone.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear:
+            if is_plain_linear(child) and child not in adapters:
                 fused = factory([child])
                 if fused.extra_bytes:
                     setattr(parent, name, fused)

@@ -1,4 +1,10 @@
-"""A short comparison of a program with the unmodified model, on the real weights, before anything is generated."""
+"""A comparison of a program with the unmodified model, before anything is generated.
+
+Two sizes. `SHORT` runs on the real weights whenever a runner is built: its 11 tokens cross no real sliding window and
+half precision hides small faults, so it only shows that these weights run and that nothing is grossly wrong. `LONG`
+runs on a shrunk float32 instance of the architecture (`models/probe.py`), whose windows it crosses in prefill, in a
+tree and after it; that is what shows that the architecture is run exactly.
+"""
 
 from __future__ import annotations
 
@@ -19,86 +25,134 @@ TOLERANCE = {torch.float64: 1e-5, torch.float32: 2e-5, torch.bfloat16: 0.1, torc
 # may: what the unmodified model's rounding makes of one unit in the last place.
 LEAN_TOLERANCE = {**TOLERANCE, torch.bfloat16: 0.03, torch.float16: 0.005}
 
-# A committed prefix of 7 tokens, then a tree: root, two children, one child each; then one more token.
-PREFIX = 7
-PARENTS = (-1, 0, 0, 1, 2)
-LEFT, RIGHT = (0, 1, 3), (0, 2, 4)
-PROBE_TOKENS = PREFIX + len(LEFT) + 1
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What is run: a prefix in two chunks and a tree for one request, a ragged second request beside both."""
+
+    prefix: int  # committed tokens of the first request
+    chunk: int  # how many of them the first prefill chunk holds
+    other: int  # tokens of the second request that are prefilled beside the second chunk
+    beside: int  # further ones that run beside the tree
+    parents: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...]  # root paths to all leaves, of one length; the last one is committed
+
+    @property
+    def num_positions(self) -> int:
+        """Positions the first request takes: prefix, the committed path and one more token."""
+        return self.prefix + len(self.paths[-1]) + 1
+
+    @property
+    def depth(self) -> int:
+        return len(self.paths[-1])
+
+
+# A tree of a root, two children and one child each.
+SHORT = Trial(7, 4, 5, 0, (-1, 0, 0, 1, 2), ((0, 1, 3), (0, 2, 4)))
+# One more leaf; the second request is shorter than the first and longer than a window of 8.
+LONG = Trial(21, 13, 10, 3, (-1, 0, 0, 1, 2, 2), ((0, 1, 3), (0, 2, 4), (0, 2, 5)))
 
 
 @dataclass(frozen=True, slots=True)
 class Reference:
-    """What the unmodified model says about the probe tokens."""
+    """What the unmodified model says about the tokens of a trial; n = `trial.num_positions`, P paths."""
 
-    prefix: Tensor  # [7]
-    nodes: Tensor  # [5]
+    trial: Trial
+    prefix: Tensor  # [trial.prefix]
+    nodes: Tensor  # [len(trial.parents)]
     last: Tensor  # [1]
-    other: Tensor  # [5], a second, shorter request
-    left: Tensor  # [7 + 3 + 1, V] logits along prefix, LEFT path, last
-    right: Tensor  # the same along RIGHT
-    other_logits: Tensor  # [5, V]
+    other: Tensor  # [trial.other + trial.beside]
+    logits: Tensor  # [P, n, V] along prefix, path, last
+    other_logits: Tensor  # [len(other), V]
 
     @property
     def vocab_size(self) -> int:
-        return int(self.left.shape[-1])
+        return int(self.logits.shape[-1])
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.logits.dtype
+
+    def is_broken(self) -> bool:
+        """Tell whether the model itself gives NaN or +inf; -inf may stand at padding ids."""
+        both = (self.logits, self.other_logits)
+        return any(bool((t.isnan() | t.isposinf()).any()) for t in both)
+
+    def node_logits(self) -> Tensor:
+        """Return [len(nodes), V]: each tree node's logits, read along a path that holds it."""
+        rows = []
+        for node in range(len(self.trial.parents)):
+            path, at = next((p, r.index(node)) for p, r in enumerate(self.trial.paths) if node in r)
+            rows.append(self.logits[path, self.trial.prefix + at])
+        return torch.stack(rows)
 
 
-def take_reference(forward: Callable[[Tensor], Tensor], vocab_size: int, device: torch.device) -> Reference:
+def take_reference(
+    forward: Callable[[Tensor], Tensor], vocab_size: int, device: torch.device, trial: Trial = SHORT, seed: int = 0
+) -> Reference:
     """Run the unmodified model's `forward` ([B, n] ids -> [B, n, V] logits) on fixed pseudo-random tokens."""
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, vocab_size, (PREFIX + len(PARENTS) + 6,), generator=generator).to(device)
-    prefix, nodes, last, other = ids.split([PREFIX, len(PARENTS), 1, 5])
-    paths = torch.stack([torch.cat([prefix, nodes[list(p)], last]) for p in (LEFT, RIGHT)])
-    left, right = forward(paths).unbind(0)
-    return Reference(prefix, nodes, last, other, left, right, forward(other[None])[0])
-
-
-def _rows(n: int) -> Tensor:
-    return torch.arange(n)
+    sizes = [trial.prefix, len(trial.parents), 1, trial.other + trial.beside]
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (sum(sizes),), generator=generator).to(device)
+    prefix, nodes, last, other = ids.split(sizes)
+    logits = forward(torch.stack([torch.cat([prefix, nodes[list(path)], last]) for path in trial.paths]))
+    return Reference(trial, prefix, nodes, last, other, logits, forward(other[None])[0])
 
 
 def compare(program: Program, reference: Reference, *, trees: bool = True) -> float:
     """Return the largest |difference| over the largest |logit| between a program and the reference.
 
-    Runs chunked prefill, a ragged packed forward, a tree (or its right path as a chain), the commit of a path
-    that is not leftmost, and one more token.
+    Runs chunked prefill, a ragged packed forward, a tree (or its last path as a chain) beside another request's
+    rows, the commit of a path that is not leftmost, and one more token.
     """
-    cache = KVCache()
-    device = reference.prefix.device
-    spec = FeatureSpec()
+    trial, cache = reference.trial, KVCache()
+    committed = reference.logits[-1]
+    got, want = [], []
 
-    def run(*segments: Segment) -> Tensor:
-        plan = cache.plan(segments, device)
-        ids = torch.cat([s.token_ids for s in segments])
+    def run(expected: Tensor, *rows: tuple[int, Tensor, tuple[int, ...] | None]) -> None:
+        for request_id, ids, _ in rows:
+            cache.reserve(request_id, len(ids))
+        segments = [
+            Segment(i, ids, None if parents is None else torch.tensor(parents), torch.arange(len(ids)))
+            for i, ids, parents in rows
+        ]
+        plan = cache.plan(segments, reference.prefix.device)
         with torch.inference_mode():
-            return program(cache, plan, ids, None, spec)[0]
+            got.append(program(cache, plan, torch.cat([ids for _, ids, _ in rows]), None, FeatureSpec())[0])
+        want.append(expected)
 
-    for request_id, n in ((0, 16), (1, 8)):
+    def keep(request_id: int, rows: tuple[int, ...] | range) -> None:
+        cache.commit(request_id, torch.tensor(list(rows)))
+
+    for request_id, n in ((0, trial.num_positions + len(trial.parents)), (1, len(reference.other))):
         cache.open(request_id, n)
-    cache.reserve(0, 4)
-    got = [run(Segment(0, reference.prefix[:4], None, _rows(4)))]
-    cache.commit(0, _rows(4))
-    cache.reserve(0, 3)
-    cache.reserve(1, 5)
-    packed = run(Segment(0, reference.prefix[4:], None, _rows(3)), Segment(1, reference.other, None, _rows(5)))
-    cache.commit(0, _rows(3))
-    got += [packed[:3], packed[3:]]
-    want = [reference.right[:4], reference.right[4:PREFIX], reference.other_logits]
-    cache.reserve(0, len(PARENTS))
+    head, tail = reference.prefix[: trial.chunk], reference.prefix[trial.chunk :]
+    other, beside = reference.other[: trial.other], reference.other[trial.other :]
+    run(committed[: trial.chunk], (0, head, None))
+    keep(0, range(trial.chunk))
+    run(
+        torch.cat([committed[trial.chunk : trial.prefix], reference.other_logits[: trial.other]]),
+        (0, tail, None),
+        (1, other, None),
+    )
+    keep(0, range(len(tail)))
+    keep(1, range(len(other)))
+    path = trial.paths[-1]
     if trees:
-        got.append(run(Segment(0, reference.nodes, torch.tensor(PARENTS), _rows(len(PARENTS)))))
-        depth = [PREFIX, PREFIX + 1, PREFIX + 1, PREFIX + 2, PREFIX + 2]
-        source = [reference.left if i in LEFT else reference.right for i in range(len(PARENTS))]
-        want.append(torch.stack([s[d] for s, d in zip(source, depth, strict=True)]))
-        cache.commit(0, torch.tensor(RIGHT))
+        rows = (0, reference.nodes, trial.parents)
+        expected = reference.node_logits()
     else:
-        got.append(run(Segment(0, reference.nodes[list(RIGHT)], None, _rows(3))))
-        want.append(reference.right[PREFIX : PREFIX + 3])
-        cache.commit(0, _rows(3))
-    cache.reserve(0, 1)
-    got.append(run(Segment(0, reference.last, None, _rows(1))))
-    want.append(reference.right[-1:])
-    ours, theirs = torch.cat(got).double(), torch.cat(want).double()
+        rows = (0, reference.nodes[list(path)], None)
+        expected = committed[trial.prefix : trial.prefix + trial.depth]
+    second = ((1, beside, None),) if trial.beside else ()
+    run(torch.cat([expected, reference.other_logits[trial.other :]]), rows, *second)
+    keep(0, path if trees else range(trial.depth))
+    run(committed[-1:], (0, reference.last, None))
+    return _distance(torch.cat(got), torch.cat(want))
+
+
+def _distance(ours: Tensor, theirs: Tensor) -> float:
+    ours, theirs = ours.double(), theirs.double()
     difference = torch.where(ours == theirs, 0.0, ours - theirs).abs().max()  # -inf may stand at padding ids
     scale = theirs.masked_fill(theirs.isinf(), 0.0).abs().max().clamp_min(1e-6)
     return float(difference / scale)
@@ -106,4 +160,4 @@ def compare(program: Program, reference: Reference, *, trees: bool = True) -> fl
 
 def conforms(program: Program, reference: Reference, *, trees: bool = True) -> bool:
     """Tell whether `compare` stays within the tolerance of the model's dtype; NaN does not."""
-    return compare(program, reference, trees=trees) <= TOLERANCE[reference.left.dtype]
+    return compare(program, reference, trees=trees) <= TOLERANCE[reference.dtype]

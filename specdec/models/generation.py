@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import (
+    EosTokenCriteria,
     GenerationConfig,
     LogitsProcessorList,
+    MaxLengthCriteria,
     MinPLogitsWarper,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -21,8 +26,9 @@ from transformers import (
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import SamplingParams
 from specdec.models.clone import device_of
-from specdec.models.compatibility import refuse_unsupported
+from specdec.models.rows import PaddedProcessor, RowCriteria, processor_for_row
 from specdec.noise import fold_seed
+from specdec.record import Keep
 from specdec.request import StopRules
 from specdec.sampling import check_sampling, warn_without_effect
 
@@ -30,6 +36,8 @@ from specdec.sampling import check_sampling, warn_without_effect
 REFUSED = {
     "num_beams": "beam search keeps several hypotheses; use num_beams=1",
     "num_beam_groups": "beam search keeps several hypotheses; leave it out",
+    "constraints": "constrained beam search is not supported; use prefix_allowed_tokens_fn or a logits processor",
+    "force_words_ids": "constrained beam search is not supported; use prefix_allowed_tokens_fn or a logits processor",
     "penalty_alpha": "contrastive search ranks candidates by hidden states; leave it out",
     "dola_layers": "DoLa contrasts layers; leave it out",
     "guidance_scale": "classifier-free guidance runs a second, unconditional context; leave it out",
@@ -37,27 +45,33 @@ REFUSED = {
     "past_key_values": "the KV cache is specdec's own; pass the whole prompt as input_ids",
     "output_attentions": "attention weights are never materialised; call the model's forward for them",
     "output_hidden_states": "call the model's forward for them",
-    "output_scores": "not supported yet",
-    "output_logits": "not supported yet",
-    "return_dict_in_generate": "not supported yet; the return value is the ids",
-    "stop_strings": "not supported yet; pass eos_token_id",
-    "max_time": "not supported yet; pass max_new_tokens",
-    "assistant_model": "pass drafter='draft_model' and drafter_options={'model': ...}",
-    "assistant_early_exit": "not supported yet",
-    "prompt_lookup_num_tokens": "pass drafter='ngram'",
-    "stopping_criteria": "not supported yet; pass eos_token_id or max_new_tokens",
-    "streamer": "not supported here yet; specdec.LLM.generate takes one",
+    "assistant_ensemble_weight": "mixing the draft into the target changes what is generated; leave it out",
+    "use_mtp": "not supported; name a drafter instead",
+    "speculation_type": "not supported; name a drafter instead",
     "negative_prompt_ids": "classifier-free guidance is not supported",
+    "negative_prompt_attention_mask": "classifier-free guidance is not supported",
     "synced_gpus": "not supported",
-    "token_healing": "not supported",
+    "token_healing": "heal the prompt first: model.heal_tokens(input_ids, tokenizer)",
 }
 # Processors with a state of their own: drafting asks them about tokens that are then never emitted.
 STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), "guidance_scale": (1, 1.0)}
 # Set and meaningless here: the engine always uses its own cache.
-_WITHOUT_EFFECT = ("trust_remote_code",)
-_OWN_OPTIONS = ("drafter", "drafter_options", "verifier", "max_draft_tokens", "seed", "tokenizer")
+_WITHOUT_EFFECT = ("trust_remote_code", "use_model_defaults")
+_OWN_OPTIONS = (
+    *("drafter", "drafter_options", "verifier", "max_draft_tokens", "draft_length", "seed", "tokenizer"),
+    *("return_stats", "output_logprobs"),
+)
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call of generate() with transformers' defaults filled in."""
+
+    config: GenerationConfig  # a copy; max_length counts the padded prompt
+    processors: list[Any]
+    criteria: list[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +83,7 @@ class Resolved:
     stop: list[StopRules]
     num_return_sequences: int
     pad_token_id: int
+    keep: Keep
 
 
 def eos_token_ids(model: Any) -> frozenset[int]:
@@ -80,44 +95,31 @@ def eos_token_ids(model: Any) -> frozenset[int]:
     return frozenset()
 
 
-def resolve(
-    model: Any,
-    input_ids: Tensor,
-    attention_mask: Tensor | None,
-    generation_config: GenerationConfig | None,
-    logits_processor: Any | None,
-    seed: int | None,
-    kwargs: dict[str, Any],
-) -> Resolved:
-    """Return what to run; changes nothing of the caller's.
+def read_config(
+    model: Any, generation_config: GenerationConfig | None, options: dict[str, Any]
+) -> tuple[GenerationConfig, set[str]]:
+    """Return the effective GenerationConfig of a call, and the names that the caller or the model set.
 
     Args:
         model: whose generation config fills what is not given.
-        input_ids: [B, n] int64, left- or right-padded.
-        attention_mask: [B, n], zero at padding; None = as transformers infers it.
-        generation_config: as in transformers' generate().
-        logits_processor: a LogitsProcessorList of the caller's.
-        seed: of every row, or None.
-        kwargs: generation options.
+        generation_config: as in transformers' generate(); not changed.
+        options: its fields as keyword arguments.
 
     Raises:
         ConfigError: an option is unknown or refused.
-        InputError: the prompts do not fit.
-        UnsupportedModelError: the model cannot run here, which is said before its options are.
     """
-    refuse_unsupported(model)
     if model.generation_config is None:
         raise ConfigError("the model's generation_config is None; set a GenerationConfig, or use specdec.LLM")
-    given = {k: v for k, v in kwargs.items() if v is not None}
+    given = {k: v for k, v in options.items() if v is not None}
     _refuse(given)
-    prefix_function = given.pop("prefix_allowed_tokens_fn", None)
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise ConfigError(f"generation_config is a GenerationConfig, got {type(generation_config).__name__}")
     own = copy.deepcopy(generation_config)
     try:
-        config, unknown = model._prepare_generation_config(own, **copy.copy(given))
+        config, unknown = model._prepare_generation_config(copy.deepcopy(own), **copy.copy(given))
     except (ValueError, TypeError) as error:
         raise ConfigError(f"generate(): {error}") from error
+    _refuse(unknown)  # some that a GenerationConfig carries are handed on to the model
     unknown = {k: v for k, v in unknown.items() if k not in _WITHOUT_EFFECT}
     if unknown:
         name = next(iter(unknown))
@@ -127,50 +129,142 @@ def resolve(
             f"generate() has no option {name!r};{hint} known are transformers' GenerationConfig fields and specdec's "
             f"own ({', '.join(_OWN_OPTIONS)}, ...)"
         )
+    refuse_config(config)
+    names = set(given)
+    for source in (own, model.generation_config):
+        names |= {k for k, v in (source.to_dict() if source is not None else {}).items() if v is not None}
+    return config, names
+
+
+def refuse_config(config: GenerationConfig) -> None:
+    """Raise ConfigError for the first option of an effective config that is refused; warn of those without effect."""
     _refuse({name: getattr(config, name, None) for name in REFUSED})
-    explicit_length = "max_length" in given or (own is not None and own.max_length is not None)
-    explicit_length = explicit_length or getattr(model.generation_config, "max_length", None) is not None
-    rows = _unpad(input_ids, attention_mask, config)
-    width = int(input_ids.shape[1])
-    # True, or it warns of a missing mask, which is inferred here as transformers infers it.
-    model._prepare_special_tokens(config, True, device=input_ids.device)
-    eos = config._eos_token_tensor
-    stop_ids = frozenset(int(t) for t in eos) if eos is not None else frozenset()
-    pad = config._pad_token_tensor
-    most_new = _max_new_tokens(model, config, width, explicit_length)
-    check_sampling(SamplingParams(seed=seed))
-    num_return = int(config.num_return_sequences or 1)
-    prompts = [row for row in rows for _ in range(num_return)]
-    sampling: list[SamplingParams] = []
-    for i, prompt in enumerate(prompts):
-        # Processors of its own for every sequence: what one of them remembers must not reach another.
-        prefix = _for_row(prefix_function, i)
-        own_seed = None if seed is None else fold_seed(seed, i % num_return)
-        sampling.append(_sampling(model, config, prompt, width, most_new, prefix, logits_processor, own_seed))
-    for params in sampling[:1]:
-        check_sampling(params)
     for name in ("cache_implementation", "cache_config", "use_cache"):
         if getattr(config, name, None) not in (None, True):
             warn_without_effect(f"{name}={getattr(config, name)!r}", "here, the KV cache is specdec's own")
-    return Resolved(
-        prompts=prompts,
-        sampling=sampling,
-        stop=[StopRules(max_new_tokens=most_new, eos_token_ids=stop_ids) for _ in prompts],
-        num_return_sequences=num_return,
-        pad_token_id=int(pad) if pad is not None else 0,
-    )
-
-
-def _for_row(prefix_function: Any, row: int) -> Any:
-    """Return a prefix_allowed_tokens_fn that is told its row: the processor sees one request at a time, as row 0."""
-    return None if prefix_function is None else lambda _, token_ids: prefix_function(row, token_ids)
 
 
 def _refuse(options: dict[str, Any]) -> None:
     for name, reason in REFUSED.items():
         value = options.get(name)
-        if value is not None and value is not False and value not in _NEUTRAL.get(name, ()):
-            raise ConfigError(f"generate({name}={value!r}) is not supported: {reason}")
+        if value is None or value is False:
+            continue
+        if isinstance(value, Tensor) or value not in _NEUTRAL.get(name, ()):
+            shown = "a tensor" if isinstance(value, Tensor) else f"{value!r:.80}"
+            raise ConfigError(f"generate({name}={shown}) is not supported: {reason}")
+
+
+def prepare(
+    model: Any,
+    input_ids: Tensor,
+    config: GenerationConfig,
+    explicit: set[str],
+    *,
+    logits_processor: Any | None = None,
+    stopping_criteria: Any | None = None,
+    prefix_allowed_tokens_fn: Any | None = None,
+    tokenizer: Any | None = None,
+) -> Call:
+    """Return processors and criteria of a call as transformers' generate() builds them, for the padded batch.
+
+    Args:
+        model: a transformers model.
+        input_ids: [B, n] int64, each row as often as sequences are to be returned.
+        config: from `read_config`; completed here.
+        explicit: the names that were set, from `read_config`.
+        logits_processor: the caller's own.
+        stopping_criteria: the caller's own.
+        prefix_allowed_tokens_fn: as in transformers.
+        tokenizer: for stop strings.
+
+    Raises:
+        ConfigError: transformers refuses the combination.
+        InputError: there is no room for new tokens.
+    """
+    width = int(input_ids.shape[1])
+    config.max_length = width + _max_new_tokens(model, config, width, "max_length" in explicit)
+    if config.min_new_tokens is not None:
+        config.min_length = width + int(config.min_new_tokens)
+    # True, or it warns of a missing mask, which is inferred here as transformers infers it.
+    model._prepare_special_tokens(config, True, device=input_ids.device)
+    # The "encoder" of a decoder is its prompt.
+    reads_prompt = config.encoder_repetition_penalty not in (None, 1.0) or bool(config.encoder_no_repeat_ngram_size)
+    try:
+        processors = model._get_logits_processor(
+            generation_config=config,
+            input_ids_seq_length=width,
+            encoder_input_ids=input_ids.to(device_of(model)) if reads_prompt else None,
+            prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
+            logits_processor=LogitsProcessorList(as_processors(logits_processor)),
+            device=str(device_of(model)),
+            model_kwargs={},
+        )
+        criteria = model._get_stopping_criteria(
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList(_as_criteria(stopping_criteria)),
+            tokenizer=tokenizer,
+        )
+    except ValueError as error:
+        raise ConfigError(f"generate(): {error}") from error
+    return Call(config, as_processors(list(processors)), list(criteria))
+
+
+def resolve(
+    model: Any,
+    input_ids: Tensor,
+    attention_mask: Tensor | None,
+    call: Call,
+    seed: int | None,
+    num_return_sequences: int = 1,
+    keep: Keep = Keep(),
+) -> Resolved:
+    """Return what to run; changes nothing of the caller's.
+
+    Args:
+        model: a transformers model.
+        input_ids: [B, n] int64, left- or right-padded, each row as often as sequences are to be returned.
+        attention_mask: [B, n], zero at padding; None = as transformers infers it.
+        call: from `prepare`, or as transformers hands it to a custom_generate function.
+        seed: of every row, or None.
+        num_return_sequences: how many rows in turn are one prompt's.
+        keep: what is kept of each token.
+
+    Raises:
+        InputError: the prompts do not fit.
+    """
+    check_sampling(SamplingParams(seed=seed))
+    config = call.config
+    rows = _unpad(input_ids, attention_mask, config)
+    limits = [c.max_length for c in call.criteria if isinstance(c, MaxLengthCriteria)] or [config.max_length]
+    most_new = min(limits) - int(input_ids.shape[1])
+    if most_new < 1 and min(limits) != config.max_length:
+        most_new = 1  # a criterion of the caller's: transformers asks it after the first token
+    eos = frozenset(
+        int(t) for c in call.criteria if isinstance(c, EosTokenCriteria) for t in c.eos_token_id.reshape(-1)
+    )
+    others = [c for c in call.criteria if not isinstance(c, EosTokenCriteria | MaxLengthCriteria)]
+    device = device_of(model)
+    sampling: list[SamplingParams] = []
+    stop: list[StopRules] = []
+    for i, (_, padding) in enumerate(rows):
+        own_seed = None if seed is None else fold_seed(seed, i % num_return_sequences)
+        params = split_processors([processor_for_row(p, i) for p in call.processors], bool(config.do_sample), own_seed)
+        if padding:
+            params = replace_processors(params, [PaddedProcessor(p, padding) for p in params.processors])
+        sampling.append(params)
+        criteria = (RowCriteria(others, padding, device),) if others else ()
+        stop.append(StopRules(max_new_tokens=most_new, eos_token_ids=eos, criteria=criteria))
+    for params in sampling[:1]:
+        check_sampling(params)
+    pad = config._pad_token_tensor
+    return Resolved(
+        prompts=[ids for ids, _ in rows],
+        sampling=sampling,
+        stop=stop,
+        num_return_sequences=num_return_sequences,
+        pad_token_id=int(pad) if pad is not None else 0,
+        keep=keep,
+    )
 
 
 def _max_new_tokens(model: Any, config: GenerationConfig, width: int, explicit_length: bool) -> int:
@@ -193,7 +287,10 @@ def _max_new_tokens(model: Any, config: GenerationConfig, width: int, explicit_l
     return int(config.max_length) - width
 
 
-def _unpad(input_ids: Tensor, attention_mask: Tensor | None, config: GenerationConfig) -> list[list[int]]:
+def _unpad(
+    input_ids: Tensor, attention_mask: Tensor | None, config: GenerationConfig
+) -> list[tuple[list[int], list[int]]]:
+    """Return (token ids without padding, padding on the left) per row."""
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; "
@@ -216,51 +313,11 @@ def _unpad(input_ids: Tensor, attention_mask: Tensor | None, config: GenerationC
     empty = (attention_mask == 0).all(dim=1).nonzero()
     if empty.numel() and input_ids.shape[1]:
         raise InputError(f"row {int(empty[0, 0])} of input_ids is padding only; give it at least one token")
-    return [ids[mask.bool()].tolist() for ids, mask in zip(input_ids, attention_mask, strict=True)]
-
-
-def _sampling(
-    model: Any,
-    config: GenerationConfig,
-    prompt: list[int],
-    width: int,
-    most_new: int,
-    prefix_function: Any,
-    logits_processor: Any | None,
-    seed: int | None,
-) -> SamplingParams:
-    """Return one row's sampling, with lengths counted without its padding."""
-    own = copy.copy(config)
-    length = len(prompt)
-    own.max_length = length + most_new
-    if own.min_new_tokens is not None:
-        own.min_length = length + int(own.min_new_tokens)
-    elif own.min_length:
-        own.min_length = max(0, int(own.min_length) - (width - length))
-    processors = _build_processors(model, own, prompt, prefix_function, logits_processor)
-    return split_processors(processors, bool(own.do_sample), seed)
-
-
-def _build_processors(
-    model: Any, config: GenerationConfig, prompt: list[int], prefix_function: Any, logits_processor: Any | None
-) -> list[Any]:
-    """Return transformers' own list of processors for one unpadded prompt."""
-    device = device_of(model)
-    # The "encoder" of a decoder is its prompt.
-    reads_prompt = config.encoder_repetition_penalty not in (None, 1.0) or bool(config.encoder_no_repeat_ngram_size)
-    try:
-        processors = model._get_logits_processor(
-            generation_config=config,
-            input_ids_seq_length=len(prompt),
-            encoder_input_ids=torch.tensor([prompt], device=device) if reads_prompt else None,
-            prefix_allowed_tokens_fn=prefix_function,
-            logits_processor=LogitsProcessorList(as_processors(logits_processor)),
-            device=str(device),
-            model_kwargs={},
-        )
-    except ValueError as error:
-        raise ConfigError(f"generate(): {error}") from error
-    return as_processors(list(processors))
+    found = []
+    for ids, mask in zip(input_ids, attention_mask.to(input_ids.device), strict=True):
+        first = int(mask.to(torch.int64).argmax()) if len(mask) else 0
+        found.append((ids[mask.bool()].tolist(), ids[:first].tolist()))
+    return found
 
 
 def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> list[Any]:
@@ -268,8 +325,24 @@ def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> lis
     if model.generation_config is None:
         return []
     config, _ = model._prepare_generation_config(None, do_sample=False)
-    model._prepare_special_tokens(config, True, device=device_of(model))
-    return list(_sampling(model, config, prompt, len(prompt), max_new_tokens, None, None, None).processors)
+    config.max_new_tokens = max_new_tokens
+    call = prepare(model, torch.tensor([prompt]), config, set())
+    return [processor_for_row(p, 0) for p in call.processors]
+
+
+def criteria_for(model: Any, stopping_criteria: Any | None) -> tuple[RowCriteria, ...]:
+    """Return stopping criteria of the caller's as an engine's, for a row without padding."""
+    criteria = _as_criteria(stopping_criteria)
+    return (RowCriteria(criteria, (), device_of(model)),) if criteria else ()
+
+
+def _as_criteria(given: Any) -> list[Any]:
+    if given is None:
+        return []
+    criteria = [given] if callable(given) and not isinstance(given, list) else given
+    if not isinstance(criteria, list | tuple) or not all(callable(c) for c in criteria):
+        raise ConfigError(f"stopping_criteria={given!r}; allowed: a StoppingCriteria or a list of them")
+    return list(criteria)
 
 
 def as_processors(given: Any) -> list[Any]:
@@ -280,7 +353,8 @@ def as_processors(given: Any) -> list[Any]:
     """
     if given is None:
         return []
-    processors = [given] if callable(given) else given
+    # A LogitsProcessorList can be called, too.
+    processors = [given] if callable(given) and not isinstance(given, list) else given
     if not isinstance(processors, list | tuple) or not all(callable(p) for p in processors):
         raise ConfigError(f"logits_processor={given!r}; allowed: a LogitsProcessor or a list of them")
     for processor in processors:
@@ -290,6 +364,11 @@ def as_processors(given: Any) -> list[Any]:
                 "leave it out"
             )
     return list(processors)
+
+
+def replace_processors(params: SamplingParams, processors: Sequence[Any]) -> SamplingParams:
+    """Return `params` with other processors."""
+    return dataclasses.replace(params, processors=tuple(processors))
 
 
 def split_processors(processors: list[Any], do_sample: bool, seed: int | None) -> SamplingParams:

@@ -16,6 +16,10 @@ from specdec.models.attention_plug import ATTENTION_NAME, pass_through_cache, ru
 from specdec.models.taps import Taps
 
 
+class AttentionNotSeenError(UnsupportedModelError):
+    """A model's attention calls do not all come through transformers' AttentionInterface."""
+
+
 class HostedProgram:
     """A clone of the caller's model with our attention plugged in."""
 
@@ -43,7 +47,7 @@ class HostedProgram:
                 **extra,
             )
         if step.num_calls != self.num_layers:
-            raise UnsupportedModelError(
+            raise AttentionNotSeenError(
                 f"{type(self.model).__name__} made {step.num_calls} attention calls for {self.num_layers} layers: "
                 "its attention does not go through transformers' AttentionInterface"
             )

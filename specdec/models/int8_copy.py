@@ -13,9 +13,13 @@ from torch import Tensor, nn
 from specdec.errors import IncompatibleDrafterError
 from specdec.models import lean
 from specdec.models.clone import clone_sharing_parameters
-from specdec.models.hosted import HostedProgram, base_forward
+from specdec.models.hosted import base_forward
+from specdec.models.hosting import same_kind
 from specdec.models.int8 import Int8Linear, activation_maxima
+from specdec.models.matmul import is_plain_linear
+from specdec.models.quantised import quantisation_of
 from specdec.models.runner import ModelRunner, Program
+from specdec.models.wrapped import adapter_parts
 
 log = logging.getLogger("specdec")
 
@@ -66,6 +70,12 @@ def refuse_unsuited(runner: ModelRunner) -> None:
         raise IncompatibleDrafterError(
             f"drafter 'self_int8' copies the weights and those of {name} are offloaded; use drafter='ngram'"
         )
+    method = quantisation_of(runner.model)
+    if method is not None:
+        raise IncompatibleDrafterError(
+            f"drafter 'self_int8' makes an int8 copy of full-precision weights and those of {name} are quantised "
+            f"already ({method}); use drafter='ngram' or 'draft_model'"
+        )
     share = linear_share(runner.model)
     if share < LEAST_LINEAR_SHARE:
         raise IncompatibleDrafterError(
@@ -76,7 +86,7 @@ def refuse_unsuited(runner: ModelRunner) -> None:
 
 def linear_share(model: Any) -> float:
     """Return the share of Linear layers in the weight bytes that one decode step reads (embedding rows are not)."""
-    linear = {id(m.weight): m.weight for m in model.modules() if type(m) is nn.Linear}
+    linear = {id(m.weight): m.weight for m in model.modules() if is_plain_linear(m)}
     embedding = model.get_input_embeddings().weight
     read = {id(p): p for p in model.parameters() if p is not embedding or id(p) in linear}
 
@@ -117,10 +127,18 @@ def _build(runner: ModelRunner, ids: Tensor) -> tuple[Program, int]:
         return program, sum(layer.num_bytes for layer in made)
     clone = clone_sharing_parameters(model)
     originals = dict(model.named_modules())
+    adapters = adapter_parts(clone)  # they stay in full precision, around int8 layers
     for name, parent in list(clone.named_modules()):
         for child_name, child in list(parent.named_children()):
             original = originals[f"{name}.{child_name}" if name else child_name]
             # A Linear the calibration never reached (an expert nobody chose) stays as it is.
-            if type(child) is nn.Linear and original in maxima:
+            if is_plain_linear(child) and child not in adapters and original in maxima:
                 setattr(parent, child_name, fuse(child_name, [original]))
-    return HostedProgram(clone), sum(layer.num_bytes for layer in made)
+    try:
+        base_forward(clone, ids[:, :2])
+    except (AttributeError, RuntimeError, TypeError) as error:
+        raise IncompatibleDrafterError(
+            f"drafter 'self_int8': {type(model).__name__} does not run with int8 layers ({error}); if it has adapters, "
+            "merge them into the weights first (merge_and_unload()), or use drafter='ngram'"
+        ) from error
+    return same_kind(runner.program, clone), sum(layer.num_bytes for layer in made)

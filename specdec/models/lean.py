@@ -6,6 +6,7 @@ program is used only after its logits equalled the unmodified model's (`models/c
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +50,21 @@ def applies_to(model: Any) -> bool:
     rope = getattr(config, "rope_parameters", None) or {}
     if rope.get("rope_type", "default") not in ROPE_TYPES or config.hidden_act != "silu":
         return False
-    devices = {p.device for p in model.parameters()}
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
-    return devices == {torch.device("cpu")} and all(type(m) is nn.Linear for m in linears)
+    if {(type(p), p.device) for p in model.parameters()} != {(nn.Parameter, torch.device("cpu"))}:
+        return False
+    return all(_is_as_written(m) for m in model.modules())
+
+
+def _is_as_written(module: nn.Module) -> bool:
+    """Tell whether a module is torch's or transformers' own and runs nothing beside it.
+
+    This file's forward reads weights and calls no Linear: an adapter, hook or quantised layer would be left out, and
+    one of small effect would pass the comparison at load in half precision.
+    """
+    hooks = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    harmless = all(getattr(hook, "__module__", "").startswith("transformers.") for hook in hooks)  # output recorders
+    own = type(module).__module__.startswith(("transformers.", "torch.nn.modules."))
+    return own and harmless and "forward" not in vars(module)
 
 
 def _norm(module: Any, x: Tensor) -> Tensor:
@@ -76,6 +89,12 @@ class LeanProgram:
         self._kv_heads: int = config.num_key_value_heads
         self._table: tuple[Tensor, Tensor] | None = None  # cos and sign-folded sin, [positions, 1, D]
         self._blocks = [self._block(layer, i, config, fuse) for i, layer in enumerate(model.model.layers)]
+
+    def first_layers(self, num_layers: int) -> LeanProgram:
+        """Return the program of the first `num_layers` blocks, with the same final norm and head; shares everything."""
+        other = copy.copy(self)
+        other.num_layers, other._blocks = num_layers, self._blocks[:num_layers]
+        return other
 
     @staticmethod
     def _block(layer: Any, index: int, config: Any, fuse: Fuse) -> _Block:

@@ -18,6 +18,7 @@ from specdec.models.checkpoint import check_weights, read_json
 from specdec.models.dtypes import default_dtype, parse_device, parse_dtype
 from specdec.models.gguf import convert_gguf
 from specdec.models.pretrained import load_causal_lm, load_tokenizer
+from specdec.models.wrapped import unwrapped
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -100,11 +101,11 @@ def load_model(
 def _take_object(model: Any, options: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
     from transformers import PreTrainedModel
 
+    model = unwrapped(model)
     if not isinstance(model, PreTrainedModel):
-        hint = "; merge the adapter first: model.merge_and_unload()" if hasattr(model, "merge_and_unload") else ""
         raise ModelLoadError(
             f"a {type(model).__module__}.{type(model).__name__} cannot be used as a model; give a built-in name "
-            f"({', '.join(BUILTIN_MODELS)}), a path, a hub id or a transformers PreTrainedModel{hint}"
+            f"({', '.join(BUILTIN_MODELS)}), a path, a hub id or a transformers PreTrainedModel"
         )
     if options:
         warnings.warn(f"{', '.join(options)} have no effect on a model object; it is used as it is", stacklevel=3)

@@ -177,6 +177,17 @@ class FusedLinear(nn.Module):
             if self._biases[0] is not None:
                 self._bias = torch.cat(tuple(self._biases))
 
+    @property
+    def weight(self) -> Tensor:
+        """[out, in] of the one layer this stands for; what is around it, such as an adapter, may look at it."""
+        (weight,) = self._weights
+        return weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        (bias,) = self._biases
+        return bias
+
     def forward(self, x: Tensor) -> Tensor:
         rows = x.numel() // x.shape[-1]
         table = self._by_rows
@@ -184,6 +195,11 @@ class FusedLinear(nn.Module):
             return prepacked_linear(x, self._packed, self._bias)
         parts = [F.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
+
+
+def is_plain_linear(module: nn.Module) -> bool:
+    """Tell whether a module is a Linear layer over ordinary weights, which another product may stand for."""
+    return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point()
 
 
 class KernelFactory:

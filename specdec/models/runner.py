@@ -13,6 +13,7 @@ from specdec.errors import WrongThreadError
 from specdec.interfaces import FeatureSpec, Forward, Segment
 from specdec.kv.cache import KVCache
 from specdec.kv.plan import StepPlan
+from specdec.models.compatibility import max_positions
 
 
 class Program(Protocol):
@@ -60,11 +61,16 @@ class ModelRunner:
                 "(the model object may be shared)"
             )
 
+    def disown(self) -> None:
+        """Let the next thread that uses it become the owner; only the owner may give it away."""
+        if self.owner is not None:
+            self.claim()
+        self.owner = None
+
     @property
     def max_positions(self) -> int | None:
         """Return how many positions the model was built for, or None if its config names no limit."""
-        limit = getattr(self.config.get_text_config(), "max_position_embeddings", None)
-        return int(limit) if limit else None
+        return max_positions(self.config)
 
     def forward(self, segments: Sequence[Segment], features: FeatureSpec = FeatureSpec()) -> Forward:
         """Run the rows of all segments at once.

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.api import build_drafter
+from specdec.build import build_drafter
 from specdec.engine import Engine
 from specdec.errors import ConfigError
 from specdec.interfaces import DraftRequest, FeatureSpec, Observation, SamplingParams, TokenTree
@@ -32,6 +32,9 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "scripted": [{"accept_counts": [0, 2, 1]}, {"accept_counts": [1], "width": 2}],
     "random": [{}, {"branching": [2, 2]}, {"branching": [2, 1], "with_replacement": True}, {"with_probs": False}],
     "ngram": [{}, {"max_ngram": 1}],
+    "suffix": [{}, {"tree": True, "offset": 3, "min_token_prob": 0.0}, {"share": True, "max_depth": 3}],
+    "token_recycling": [{}, {"tree": None}, {"tree": [3, 2], "top_k": 4}],
+    "early_exit": [{}, {"tree": [2, 2, 1]}, {"num_layers": 2}, {"num_layers": 2, "tree": "eagle"}],
 }
 CASES = [
     pytest.param(name, options, id=f"{name}-{i}")

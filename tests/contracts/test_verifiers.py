@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from specdec.api import build_verifiers
+from specdec.build import build_verifiers
 from specdec.errors import ConfigError
 from specdec.interfaces import TokenTree, Verifier
 from specdec.noise import KeyedNoise

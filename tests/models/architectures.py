@@ -45,6 +45,15 @@ _GPT2 = {
 _MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 24}
 _PHI3 = {**_LLAMA, "pad_token_id": 0}
 _FALCON = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, **_NO_IDS}
+_MPT = {
+    **_NO_IDS,
+    "vocab_size": VOCAB_SIZE,
+    "d_model": 32,
+    "n_heads": 4,
+    "n_layers": 2,
+    "max_seq_len": LIMIT,
+    "tie_word_embeddings": False,
+}
 _T5 = {"vocab_size": VOCAB_SIZE, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
 _ROPE_LONG = {
     "rope_type": "longrope",
@@ -65,6 +74,7 @@ class Architecture:
     options: dict[str, Any] = field(hash=False)
     refused: str = ""
     windowed: bool = False
+    trees: bool = True  # False: runs with chains only
 
     def __str__(self) -> str:
         return self.name
@@ -145,15 +155,36 @@ SUPPORTED = [
         },
         windowed=True,
     ),
+    # Attention of their own, which runs over our keys and values under a prepared mask.
+    Architecture("gptj", "gptj", {**_GPT2, "rotary_dim": 4}),
+    Architecture("codegen", "codegen", {**_GPT2, "rotary_dim": 4}),
+    Architecture("falcon", "falcon", {**_FALCON, "alibi": False}),
+    Architecture(
+        "falcon_new_decoder",
+        "falcon",
+        {**_FALCON, "alibi": False, "new_decoder_architecture": True, "num_kv_heads": 2},
+    ),
+    Architecture("falcon_mha", "falcon", {**_FALCON, "alibi": False, "multi_query": False, "bias": True}),
+    Architecture(
+        "gpt_neox_japanese",
+        "gpt_neox_japanese",
+        {
+            "vocab_size": VOCAB_SIZE,
+            "hidden_size": 32,
+            "intermediate_multiple_size": 2,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "max_position_embeddings": LIMIT,
+            "tie_word_embeddings": False,
+            **_NO_IDS,
+        },
+    ),
+    Architecture("mpt", "mpt", _MPT, trees=False),  # its biases count slots
 ]
 
 REFUSED = [
     Architecture("bloom", "bloom", {**_FALCON, "n_layer": 2, "n_head": 4}, "ALiBi"),
-    Architecture(
-        "mpt", "mpt", {**_NO_IDS, "vocab_size": VOCAB_SIZE, "d_model": 32, "n_heads": 4, "n_layers": 2}, "ALiBi"
-    ),
     Architecture("falcon_alibi", "falcon", {**_FALCON, "alibi": True}, "ALiBi"),
-    Architecture("falcon", "falcon", {**_FALCON, "alibi": False}, "attention"),
     Architecture(
         "mamba", "mamba", {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2, **_NO_IDS}, "state"
     ),

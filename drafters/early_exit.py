@@ -1,0 +1,115 @@
+"""The target's own first layers draft on its KV cache; verification overwrites what they wrote."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from specdec.drafters.autoregression import draw_chain, fit_vocabulary
+from specdec.drafters.static_tree import StaticTree, refuse_trees_on_chains, static_tree
+from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, Segment, TokenTree
+from specdec.models.early_exit import first_layers
+from specdec.models.runner import ModelRunner
+from specdec.tree import stack_trees
+
+
+class EarlyExitDrafter:
+    """Needs no training, no weights and no second cache: the first layers' hidden states go to the target's own head.
+
+    Chains are drawn from the resulting distribution, which is handed on as draft_probs. Trees are static and hold its
+    likeliest tokens. Models trained for early exits are drafted for well; others need most of their layers.
+
+    Source: Zhang et al. 2023, Draft & Verify, arXiv 2309.08168; Elhoushi et al. 2024, LayerSkip, arXiv 2404.16710.
+    """
+
+    name = "early_exit"
+    features = FeatureSpec()
+    shares_target_kv = True
+
+    def __init__(self, runner: ModelRunner, vocab_size: int, tree: StaticTree | None = None) -> None:
+        self._runner, self._vocab_size, self._tree = runner, vocab_size, tree
+        self.target_cache = runner.cache
+        self.max_position: int | None = runner.max_positions
+        self.samples = tree is None
+
+    @classmethod
+    def build(cls, context: DrafterContext, num_layers: int | None = None, tree: Any = None) -> EarlyExitDrafter:
+        """Build.
+
+        Args:
+            context: of the target.
+            num_layers: how many layers draft; None = a quarter of the target's.
+            tree: None = chains; a preset's name, numbers of children per depth, or paths: see `static_tree`. Only its
+                first `max_draft_tokens` nodes are drafted, so raise that number for trees.
+
+        Raises:
+            ConfigError: the target has no such number of layers, or `tree` is none.
+            IncompatibleDrafterError: the target's layers cannot be cut, or it runs chains only and `tree` is given.
+        """
+        if num_layers is None:
+            num_layers = max(1, context.runner.program.num_layers // 4)
+        shape = None if tree is None else static_tree(tree)
+        if shape is not None:
+            refuse_trees_on_chains(cls.name, context, "leave tree out")
+        return cls(first_layers(context.runner, num_layers), context.vocab_size, shape)
+
+    def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
+        if self._tree is not None:
+            return self._propose_trees(self._tree, requests)
+        row = torch.zeros(1, dtype=torch.int64)
+
+        def advance(rows: list[int], last: Tensor) -> Tensor:
+            segments = [Segment(requests[i].request_id, last[j : j + 1], None, row) for j, i in enumerate(rows)]
+            return self._runner.forward(segments).logits
+
+        return draw_chain(requests, noise, advance, self._vocab_size)
+
+    def _propose_trees(self, tree: StaticTree, requests: Sequence[DraftRequest]) -> TokenTree:
+        """Run the nodes that have children, depth by depth, and take the likeliest tokens for those."""
+        growing = [_Growing(r, tree.fit(r.max_draft_tokens)) for r in requests]
+        for depth in range(max(g.tree.depth for g in growing)):
+            running = [g for g in growing if depth < g.tree.depth]
+            logits = fit_vocabulary(self._runner.forward([g.segment(depth) for g in running]).logits, self._vocab_size)
+            most = max(g.tree.width for g in running)
+            # An id the head cannot draw (-inf) would be drafted only where a node has more children than that.
+            top = logits.topk(min(most, self._vocab_size), dim=-1).indices.cpu()
+            for g, rows in zip(running, top.split([len(g.inner[depth]) for g in running]), strict=True):
+                g.take(depth, rows)
+        return stack_trees([(g.token_ids, g.tree.parents) for g in growing])
+
+    def observe(self, seen: Sequence[Observation]) -> None: ...
+
+    def release(self, request_id: int) -> None: ...
+
+    def reset(self) -> None: ...
+
+
+class _Growing:
+    """One request's tree while its tokens are found."""
+
+    def __init__(self, request: DraftRequest, tree: StaticTree) -> None:
+        self.request_id, self.tree = request.request_id, tree
+        self.token_ids = [request.root_token_id] + [-1] * len(tree)
+        parents = set(tree.parents)
+        self.levels = tree.levels()
+        self.inner = [[node for node in level if node in parents] for level in self.levels]  # that have children
+        self.row: dict[int, int] = {}  # node -> its row in the reservation
+
+    def segment(self, depth: int) -> Segment:
+        """Return the segment of the nodes at `depth` that have children."""
+        nodes = self.inner[depth]
+        above = [self.row.get(self.tree.parents[node], -1) for node in nodes]
+        for node in nodes:
+            self.row[node] = len(self.row)
+        token_ids = torch.tensor([self.token_ids[node] for node in nodes])
+        parents = None if depth == 0 else torch.tensor(above)
+        return Segment(self.request_id, token_ids, parents, torch.arange(len(nodes)))
+
+    def take(self, depth: int, top: Tensor) -> None:
+        """Give the nodes below `depth` their tokens. top: [nodes that have children, width], likeliest first."""
+        rows = dict(zip(self.inner[depth], top.tolist(), strict=True))
+        for node in self.levels[depth + 1]:
+            self.token_ids[node] = rows[self.tree.parents[node]][self.tree.ranks[node]]

@@ -1,0 +1,108 @@
+"""Names to objects: drafters, acceptance rules and engines from what a caller writes."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import Any
+
+from specdec.acceptance import VerifierChoice
+from specdec.draft_length import build_draft_length
+from specdec.engine import Engine, EngineConfig
+from specdec.errors import ConfigError
+from specdec.interfaces import Drafter, DrafterContext, Verifier
+from specdec.models.build import RunnerConfig
+from specdec.models.loading import load_model
+from specdec.models.runner import ModelRunner
+from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
+from specdec.trace import trace_from_environment
+
+OWN_FIELDS = frozenset(f.name for config in (EngineConfig, RunnerConfig) for f in fields(config))
+
+
+def split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]:
+    """Return the engine's and the runner's configs from keyword arguments; unknown ones are refused."""
+    engine = {f.name for f in fields(EngineConfig)}
+    refuse_unknown("specdec", options, OWN_FIELDS)
+    return (
+        EngineConfig(**{k: v for k, v in options.items() if k in engine}),
+        RunnerConfig(**{k: v for k, v in options.items() if k not in engine}),
+    )
+
+
+def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
+    """Return the acceptance rules of an engine: "auto", a registered name, or an instance."""
+    if verifier == "auto":
+        match, rejection = VERIFIERS.load("match")(), VERIFIERS.load("rejection")()
+        return VerifierChoice(greedy=match, seeded=match, sampled=rejection)
+    rule: Any = VERIFIERS.load(verifier) if isinstance(verifier, str) else verifier
+    if isinstance(verifier, str) and isinstance(rule, type):
+        rule = rule()
+    if isinstance(rule, type) or not hasattr(rule, "verify"):
+        raise ConfigError(f"verifier={verifier!r}; allowed: 'auto', a name ({', '.join(VERIFIERS.names())}), an object")
+    return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)
+
+
+def build_drafter(
+    drafter: str | Drafter, runner: ModelRunner, tokenizer: Any | None, options: dict[str, Any] | None = None
+) -> Drafter:
+    """Return a drafter for a target: a registered name with options, or an instance as it is.
+
+    Raises:
+        ConfigError: the name or an option is unknown.
+        IncompatibleDrafterError: it does not fit the target.
+    """
+    if not isinstance(drafter, str):
+        if isinstance(drafter, type) or not hasattr(drafter, "propose"):
+            raise ConfigError(f"drafter={drafter!r}; allowed: a name ({', '.join(DRAFTERS.names())}) or a Drafter")
+        if options:
+            raise ConfigError(f"drafter_options={options!r} go with a drafter's name; this one is built already")
+        return drafter
+    options = {} if options is None else options
+    if not isinstance(options, dict):
+        raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
+    kind = DRAFTERS.load(drafter)
+    if not callable(getattr(kind, "build", None)):
+        raise ConfigError(f"drafter={drafter!r} names {kind!r}, which has no build(context, **options)")
+    check_options(f"drafter {drafter!r}", kind.build, options, reserved=1)
+
+    def load(name: Any, dtype: Any = None) -> tuple[Any, Any]:
+        key = (str(name), str(dtype))
+        if key not in runner.loaded:
+            device = None if runner.device.type == "cpu" else runner.device
+            runner.loaded[key] = load_model(name, dtype=dtype, device=device)
+        found: tuple[Any, Any] = runner.loaded[key]
+        return found
+
+    built: Drafter = kind.build(DrafterContext(runner, runner.vocab_size, tokenizer, load), **options)
+    return built
+
+
+def build_engine(
+    runner: ModelRunner,
+    drafter: str | Drafter,
+    verifiers: VerifierChoice,
+    config: EngineConfig,
+    *,
+    tokenizer: Any | None = None,
+    drafter_options: dict[str, Any] | None = None,
+) -> Engine:
+    """Return an engine over a runner whose cache is its own; the variable SPECDEC_TRACE gives it a trace.
+
+    Raises:
+        ConfigError: a name or an option is unknown, or the trace's file cannot be written.
+        IncompatibleDrafterError: the drafter does not fit the target.
+    """
+    built = build_drafter(drafter, runner, tokenizer, drafter_options)
+    length = build_draft_length(
+        config.draft_length,
+        step_times=lambda: _step_times(runner),
+        confidence_threshold=config.confidence_threshold,
+    )
+    trace = trace_from_environment(runner, built, verifiers, config, tokenizer)
+    return Engine(runner, built, verifiers, config, length, trace)
+
+
+def _step_times(runner: ModelRunner) -> Any:
+    from specdec.models.step_times import step_times
+
+    return step_times(runner)
