@@ -16,7 +16,16 @@ from specdec.interfaces import Drafter, Verifier
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.compatibility import refuse_unsupported
 from specdec.models.generate_output import GenerateOutput, output_of, sequences_of
-from specdec.models.generation import Call, Resolved, as_processors, prepare, read_config, refuse_config, resolve
+from specdec.models.generation import (
+    Call,
+    Resolved,
+    as_processors,
+    mask_of,
+    prepare,
+    read_config,
+    refuse_config,
+    resolve,
+)
 from specdec.models.wrapped import refuse_inputs, unwrapped
 from specdec.record import Keep
 from specdec.running import Job, run
@@ -103,26 +112,23 @@ def generate(
     if asked is not None:
         chosen = _merge(chosen, asked, drafter, engine)
     ids = _input_ids(input_ids, config)
-    if streamer is not None and len(ids) != 1:
-        raise ConfigError(f"a streamer takes one prompt, {len(ids)} were given")
+    mask = mask_of(ids, attention_mask, config)
     num_return = int(config.num_return_sequences or 1)
-    if streamer is not None and num_return != 1:
-        raise ConfigError(f"a streamer takes one sequence; num_return_sequences is {num_return}")
-    ids = ids.repeat_interleave(num_return, dim=0)
-    if isinstance(attention_mask, Tensor):
-        attention_mask = attention_mask.repeat_interleave(num_return, dim=0)
+    _check_streamer(streamer, len(ids), num_return)
+    ids, mask = (t.repeat_interleave(num_return, dim=0) for t in (ids, mask))
     call = prepare(
         model,
         ids,
         config,
         explicit,
+        attention_mask=mask,
         logits_processor=logits_processor,
         stopping_criteria=stopping_criteria,
         prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
         tokenizer=tokenizer,
     )
     keep = _keep(config, output_logprobs)
-    resolved = resolve(model, ids, attention_mask, call, seed, num_return, keep)
+    resolved = resolve(model, ids, mask, call, seed, num_return, keep)
     return _generate(model, ids, resolved, chosen, config, streamer, return_stats)
 
 
@@ -184,13 +190,13 @@ def custom_generate(
     call = Call(generation_config, as_processors(logits_processor), list(stopping_criteria))
     num_return = int(generation_config.num_return_sequences or 1)
     keep = _keep(generation_config, output_logprobs)
-    mask = model_kwargs.get("attention_mask")
     # An absent mask means all ones here: transformers has inferred it already.
-    mask = torch.ones_like(input_ids) if mask is None else mask
+    given_mask = model_kwargs.get("attention_mask")
+    given_mask = torch.ones_like(input_ids) if given_mask is None else given_mask
+    mask = mask_of(input_ids, given_mask, generation_config)
     resolved = resolve(model, input_ids, mask, call, seed, num_return, keep)
     chosen = Speculation(drafter, drafter_options, verifier, engine, runner, spec_tokenizer)
-    if spec_streamer is not None and len(input_ids) != 1:
-        raise ConfigError(f"a streamer takes one prompt, {len(input_ids)} were given")
+    _check_streamer(spec_streamer, len(input_ids) // num_return, num_return)
     return _generate(model, input_ids, resolved, chosen, generation_config, spec_streamer, return_stats)
 
 
@@ -231,9 +237,18 @@ def _input_ids(input_ids: Any, config: Any) -> Tensor:
         return torch.tensor([[bos if isinstance(bos, int) else bos[0]]])
     if not isinstance(input_ids, Tensor):
         raise InputError(f"input_ids is a [batch, length] tensor, got {type(input_ids).__name__}")
-    if input_ids.dim() != 2:
-        raise InputError(f"input_ids has shape {tuple(input_ids.shape)}; allowed: [batch, length] integers")
     return input_ids
+
+
+def _check_streamer(streamer: Any, num_prompts: int, num_return: int) -> None:
+    if streamer is None:
+        return
+    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
+    if num_prompts != 1:
+        raise ConfigError(f"a streamer takes one prompt, {num_prompts} were given")
+    if num_return != 1:
+        raise ConfigError(f"a streamer takes one sequence; num_return_sequences is {num_return}")
 
 
 def _keep(config: Any, output_logprobs: bool) -> Keep:

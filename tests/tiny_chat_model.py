@@ -51,3 +51,15 @@ def save_tiny_chat_model(folder: Path, *, chat_template: str | None = CHAT_TEMPL
     model = LlamaForCausalLM(config).eval()
     model.save_pretrained(folder)
     return folder
+
+
+def tiny_tokenizer(size: int = 64) -> PreTrainedTokenizerFast:
+    """Return a byte-level tokenizer of `size` tokens: a special one, letters, pairs, a space, halves of characters."""
+    letters = "abcdefghijklmnopqrstuvwxyz"
+    halves = [bytes_to_unicode()[b] for b in "é".encode()]
+    pairs = [a + b for a, b in zip(letters, letters[::-1], strict=True)]
+    tokens = ["<pad>", *letters, *halves, "Ġ", *pairs, *("Ġ" + c for c in letters)]
+    backend = Tokenizer(BPE(vocab={token: i for i, token in enumerate(tokens[:size])}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", clean_up_tokenization_spaces=False)

@@ -160,6 +160,7 @@ def prepare(
     config: GenerationConfig,
     explicit: set[str],
     *,
+    attention_mask: Tensor | None = None,
     logits_processor: Any | None = None,
     stopping_criteria: Any | None = None,
     prefix_allowed_tokens_fn: Any | None = None,
@@ -172,6 +173,7 @@ def prepare(
         input_ids: [B, n] int64, each row as often as sequences are to be returned.
         config: from `read_config`; completed here.
         explicit: the names that were set, from `read_config`.
+        attention_mask: [B, n]; transformers has the repetition penalty leave padding out.
         logits_processor: the caller's own.
         stopping_criteria: the caller's own.
         prefix_allowed_tokens_fn: as in transformers.
@@ -197,7 +199,7 @@ def prepare(
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             logits_processor=LogitsProcessorList(as_processors(logits_processor)),
             device=str(device_of(model)),
-            model_kwargs={},
+            model_kwargs={"attention_mask": attention_mask},
         )
         criteria = model._get_stopping_criteria(
             generation_config=config,
@@ -212,7 +214,7 @@ def prepare(
 def resolve(
     model: Any,
     input_ids: Tensor,
-    attention_mask: Tensor | None,
+    attention_mask: Tensor,
     call: Call,
     seed: int | None,
     num_return_sequences: int = 1,
@@ -223,18 +225,18 @@ def resolve(
     Args:
         model: a transformers model.
         input_ids: [B, n] int64, left- or right-padded, each row as often as sequences are to be returned.
-        attention_mask: [B, n], zero at padding; None = as transformers infers it.
+        attention_mask: [B, n], zero at padding, from `mask_of`.
         call: from `prepare`, or as transformers hands it to a custom_generate function.
         seed: of every row, or None.
         num_return_sequences: how many rows in turn are one prompt's.
         keep: what is kept of each token.
 
     Raises:
-        InputError: the prompts do not fit.
+        ConfigError: the seed or a number of the config is out of range.
     """
     check_sampling(SamplingParams(seed=seed))
     config = call.config
-    rows = _unpad(input_ids, attention_mask, config)
+    rows = _unpad(input_ids, attention_mask)
     limits = [c.max_length for c in call.criteria if isinstance(c, MaxLengthCriteria)] or [config.max_length]
     most_new = min(limits) - int(input_ids.shape[1])
     if most_new < 1 and min(limits) != config.max_length:
@@ -248,7 +250,9 @@ def resolve(
     stop: list[StopRules] = []
     for i, (_, padding) in enumerate(rows):
         own_seed = None if seed is None else fold_seed(seed, i % num_return_sequences)
-        params = split_processors([processor_for_row(p, i) for p in call.processors], bool(config.do_sample), own_seed)
+        params = split_processors(
+            [processor_for_row(p, i, len(rows)) for p in call.processors], bool(config.do_sample), own_seed
+        )
         if padding:
             params = replace_processors(params, [PaddedProcessor(p, padding) for p in params.processors])
         sampling.append(params)
@@ -287,10 +291,12 @@ def _max_new_tokens(model: Any, config: GenerationConfig, width: int, explicit_l
     return int(config.max_length) - width
 
 
-def _unpad(
-    input_ids: Tensor, attention_mask: Tensor | None, config: GenerationConfig
-) -> list[tuple[list[int], list[int]]]:
-    """Return (token ids without padding, padding on the left) per row."""
+def mask_of(input_ids: Tensor, attention_mask: Any, config: GenerationConfig) -> Tensor:
+    """Return the mask [B, n] of a padded batch, checked, or inferred as transformers infers it.
+
+    Raises:
+        InputError: ids or mask have another shape or dtype, or a row is padding only.
+    """
     if input_ids.dim() != 2 or input_ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
             f"input_ids has shape {tuple(input_ids.shape)} and dtype {input_ids.dtype}; "
@@ -300,7 +306,7 @@ def _unpad(
         pad, eos = config.pad_token_id, config.eos_token_id
         eos_set = set(eos if isinstance(eos, list | tuple) else [eos])
         inferable = pad is not None and pad not in eos_set and bool((input_ids == pad).any())
-        attention_mask = input_ids != pad if inferable else torch.ones_like(input_ids)
+        attention_mask = (input_ids != pad).to(torch.int64) if inferable else torch.ones_like(input_ids)
     if not isinstance(attention_mask, Tensor):
         raise InputError(f"attention_mask is a [batch, length] tensor, got {type(attention_mask).__name__}")
     if attention_mask.shape != input_ids.shape:
@@ -313,10 +319,15 @@ def _unpad(
     empty = (attention_mask == 0).all(dim=1).nonzero()
     if empty.numel() and input_ids.shape[1]:
         raise InputError(f"row {int(empty[0, 0])} of input_ids is padding only; give it at least one token")
+    return attention_mask.to(input_ids.device)
+
+
+def _unpad(input_ids: Tensor, mask: Tensor) -> list[tuple[list[int], list[int]]]:
+    """Return (token ids without padding, padding on the left) per row."""
     found = []
-    for ids, mask in zip(input_ids, attention_mask.to(input_ids.device), strict=True):
-        first = int(mask.to(torch.int64).argmax()) if len(mask) else 0
-        found.append((ids[mask.bool()].tolist(), ids[:first].tolist()))
+    for ids, kept in zip(input_ids, mask.bool(), strict=True):
+        first = int(kept.to(torch.int64).argmax()) if len(kept) else 0
+        found.append((ids[kept].tolist(), ids[:first].tolist()))
     return found
 
 
@@ -327,7 +338,7 @@ def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> lis
     config, _ = model._prepare_generation_config(None, do_sample=False)
     config.max_new_tokens = max_new_tokens
     call = prepare(model, torch.tensor([prompt]), config, set())
-    return [processor_for_row(p, 0) for p in call.processors]
+    return [processor_for_row(p, 0, 1) for p in call.processors]
 
 
 def criteria_for(model: Any, stopping_criteria: Any | None) -> tuple[RowCriteria, ...]:

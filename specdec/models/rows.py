@@ -13,28 +13,40 @@ from transformers import (
     EncoderRepetitionPenaltyLogitsProcessor,
     MaxTimeCriteria,
     PrefixConstrainedLogitsProcessor,
+    RepetitionPenaltyLogitsProcessor,
 )
 
 from specdec.errors import ConfigError
 
 
-def processor_for_row(processor: Any, row: int) -> Any:
-    """Return `processor` as it acts on `row` of its batch, to be called with that row alone.
+def processor_for_row(processor: Any, row: int, num_rows: int) -> Any:
+    """Return `processor` as it acts on `row` of `num_rows`, to be called with that row alone.
 
-    Those of transformers that look their row up by its index get it bound; others are returned as they are.
+    Those of transformers that hold something per row of their batch get their own part; others are returned as they
+    are.
     """
     if isinstance(processor, PrefixConstrainedLogitsProcessor):
         function = processor._prefix_allowed_tokens_fn
         return PrefixConstrainedLogitsProcessor(lambda _, token_ids: function(row, token_ids), 1)
+    if isinstance(processor, RepetitionPenaltyLogitsProcessor):
+        return _with_part(processor, "prompt_ignore_length", row, num_rows)
     if isinstance(processor, EncoderRepetitionPenaltyLogitsProcessor):
-        own = copy.copy(processor)
-        own.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
-        return own
+        return _with_part(processor, "encoder_input_ids", row, num_rows)
     if isinstance(processor, EncoderNoRepeatNGramLogitsProcessor):
-        own = copy.copy(processor)
-        own.generated_ngrams = processor.generated_ngrams[row : row + 1]
+        own = _with_part(processor, "generated_ngrams", row, num_rows)
+        own.batch_size = 1
         return own
     return processor
+
+
+def _with_part(processor: Any, name: str, row: int, num_rows: int) -> Any:
+    """Return a copy whose attribute `name` holds one row's part; a prompt may stand for several rows in turn."""
+    whole = getattr(processor, name, None)
+    own = copy.copy(processor)
+    if isinstance(whole, Tensor | list) and len(whole):
+        at = row // max(1, num_rows // len(whole))
+        setattr(own, name, whole[at : at + 1])
+    return own
 
 
 class PaddedProcessor:

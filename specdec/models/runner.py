@@ -62,10 +62,9 @@ class ModelRunner:
             )
 
     def disown(self) -> None:
-        """Let the next thread that uses it become the owner; only the owner may give it away."""
-        if self.owner is not None:
-            self.claim()
-        self.owner = None
+        """Let the next thread that uses it become the owner, if the calling one is; else nothing happens."""
+        if self.owner == threading.get_ident():
+            self.owner = None
 
     @property
     def max_positions(self) -> int | None:
