@@ -43,7 +43,7 @@ def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance,
     """Return chains drawn from a model's own distributions, which are kept as draft_probs.
 
     Args:
-        requests: B requests, each with its own `max_draft_tokens`.
+        requests: B requests, each with its own `max_draft_tokens` and `min_confidence`.
         noise: of this step.
         advance: runs the model on one more token of the requests still drafting.
         vocab_size: V of the target.
@@ -59,10 +59,18 @@ def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance,
     kept: list[Tensor] = []
     num_kept = 0
     last = roots
+    most = [r.max_draft_tokens for r in requests]
     for depth in range(longest):
-        rows = [i for i, r in enumerate(requests) if r.max_draft_tokens > depth]
-        tokens, probs = draw(fit_vocabulary(advance(rows, last[rows]), vocab_size), requests, rows, depth, noise)
-        tokens = tokens.cpu()
+        rows = [i for i, n in enumerate(most) if n > depth]
+        if not rows:
+            break
+        logits = fit_vocabulary(advance(rows, last[rows]), vocab_size)
+        drawn, probs = draw(logits, requests, rows, depth, noise)
+        # The token that ends a chain stays in it. Whether there is a token behind a node may then depend on the path
+        # to that node, never on what would stand behind it; the rule at each node is as exact as before.
+        for j in _unsure(logits, probs, drawn, [requests[i] for i in rows]):
+            most[rows[j]] = depth + 1
+        tokens = drawn.cpu()
         drafts[rows, depth] = tokens
         last = last.clone()
         last[rows] = tokens
@@ -73,7 +81,31 @@ def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance,
         for j in sampled:
             draft_row[rows[j], depth] = num_kept
             num_kept += 1
-    num_draft = torch.tensor([r.max_draft_tokens for r in requests], dtype=torch.int64)
+    longest = max(most)
+    drafts, draft_row = drafts[:, :longest], draft_row[:, : longest + 1]
+    num_draft = torch.tensor(most, dtype=torch.int64)
     if not kept:
         return chain(roots, drafts, num_draft)
     return chain(roots, drafts, num_draft, torch.cat(kept), draft_row)
+
+
+def _unsure(logits: Tensor, probs: Tensor | None, tokens: Tensor, requests: Sequence[DraftRequest]) -> list[int]:
+    """Return the rows whose drawn token the draft's own distribution gives less than the request's `min_confidence`.
+
+    Args:
+        logits: [n, V] the tokens were drawn by.
+        probs: [n, V] they were drawn from; None if all requests are greedy.
+        tokens: [n] int64.
+        requests: n of them. Greedy ones draw from a point mass; theirs is the softmax.
+    """
+    if not any(r.min_confidence for r in requests):
+        return []
+    confidence = torch.ones(len(requests), device=logits.device)
+    if probs is not None:
+        confidence = probs.gather(1, tokens[:, None])[:, 0]
+    greedy = [j for j, r in enumerate(requests) if r.sampling.greedy]
+    if greedy:
+        softmax = logits[greedy].to(torch.float32).softmax(dim=-1)
+        confidence[greedy] = softmax.gather(1, tokens[greedy, None])[:, 0]
+    pairs = zip(confidence.tolist(), requests, strict=True)
+    return [j for j, (value, request) in enumerate(pairs) if value < request.min_confidence]

@@ -10,10 +10,11 @@ from torch import Tensor
 
 from specdec.drafters.autoregression import draw_chain
 from specdec.drafters.history import TokenHistory
-from specdec.errors import ConfigError, IncompatibleDrafterError
+from specdec.errors import ConfigError
 from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, Segment, TokenTree
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.runner import ModelRunner
+from specdec.models.vocabulary import check_same_vocabulary
 
 _CHUNK_TOKENS = 512
 _FIRST_RUN_TOKENS = 256
@@ -136,27 +137,3 @@ class DraftModelDrafter:
         self._rows.pop(request_id, None)
 
     def reset(self) -> None: ...
-
-
-def check_same_vocabulary(draft_size: int, draft_tokenizer: Any, target_size: int, target_tokenizer: Any) -> None:
-    """Raise IncompatibleDrafterError unless equal token ids mean equal tokens.
-
-    With both tokenizers at hand their contents decide, and heads padded to different sizes are fine; without them
-    only equal sizes can be trusted.
-    """
-    if draft_tokenizer is None or target_tokenizer is None:
-        if draft_size != target_size:
-            raise IncompatibleDrafterError(
-                f"the draft model has {draft_size} token ids and the target {target_size}, and without both tokenizers "
-                "it is unknown whether equal ids mean equal tokens; pass tokenizer= or another draft model"
-            )
-        return
-    draft = {i: t for t, i in draft_tokenizer.get_vocab().items()}
-    target = {i: t for t, i in target_tokenizer.get_vocab().items()}
-    for token_id in sorted(draft.keys() | target.keys()):
-        if draft.get(token_id) != target.get(token_id):
-            raise IncompatibleDrafterError(
-                f"the draft model's vocabulary is not the target's: token id {token_id} is {draft.get(token_id)!r} "
-                f"for the draft model and {target.get(token_id)!r} for the target; use a draft model with the "
-                "target's tokenizer, or drafter='ngram'"
-            )

@@ -97,7 +97,8 @@ class SuffixDrafter:
             min_token_prob: smallest product of empirical probabilities that is drafted.
             tree: draft trees instead of chains; worth more `max_draft_tokens` than the engine's default.
             share: learn from the outputs of finished requests, for all later ones.
-            max_cached_tokens: bound on what `share` remembers, the oldest outputs go first; default 100 000.
+            max_cached_tokens: bound on what `share` remembers, about 0.6 kB each; the oldest outputs go first. Default
+                100 000.
 
         Raises:
             ConfigError: a value is out of range or without effect.

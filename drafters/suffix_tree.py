@@ -22,7 +22,7 @@ class _Node:
         self.text, self.start = text, start  # of a leaf: its only occurrence
         self.children: dict[int, _Node] | None = None
         self.continued = 0  # occurrences that something follows: the sum of the children's counts
-        self.best: list[int] | None = []  # tokens of the children with the largest counts; None = to be sorted anew
+        self.best: list[int] | None = None  # tokens of the children with the largest counts; None = to be sorted anew
 
 
 class Locus(NamedTuple):
@@ -93,7 +93,7 @@ class SuffixTree:
         leaf.text = None
         if depth == self.max_depth:
             return
-        leaf.children = {}
+        leaf.children, leaf.best = {}, []
         if text is not None and start + depth < len(text):
             leaf.children[text[start + depth]] = _Node(text, start)
             leaf.continued = 1

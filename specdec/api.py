@@ -65,6 +65,8 @@ class Piece:
     token_ids: list[int]
     from_draft: list[bool]
     completion: Completion | None  # in the last piece of a prompt
+    stats: RequestStats | None = None  # the prompt's counters so far; they go on counting
+    logprobs: list[TokenRecord] | None = None  # per token, if asked for
 
     @property
     def finish_reason(self) -> str | None:
@@ -408,7 +410,8 @@ class _Pieces:
             if request.finish_reason is not None:
                 piece += text.finish(request.finish_reason == "stop")
                 done = self._llm._completion(request, self._stop_strings, text.text)
-            yield Piece(i, piece, new, request.from_draft[first:], done)
+            records = request.records[first:] if request.keep else None
+            yield Piece(i, piece, new, request.from_draft[first:], done, request.stats, records)
 
 
 _GENERATE_OPTIONS = set(signature(LLM.generate).parameters) - {"self", "prompts", "unknown"}

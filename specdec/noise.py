@@ -9,7 +9,7 @@ Gumbel coupling of draft and target: Daliri, Musco and Suresh 2024, arXiv 2408.0
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 from torch import Tensor
@@ -55,10 +55,14 @@ class KeyedNoise:
                 "seeds, positions and coupled must be vectors of one length, got shapes "
                 f"{tuple(seeds.shape)}, {tuple(positions.shape)} and {tuple(coupled.shape)}"
             )
-        self._hashed_seeds = _mix(seeds.to(torch.int64) + _GOLDEN)
+        self._seeds = seeds.to(torch.int64)
         self._positions = positions.to(torch.int64)
         self._coupled = coupled.to(torch.bool)
         self._any_coupled = bool(self._coupled.any())
+
+    @cached_property
+    def _hashed_seeds(self) -> Tensor:
+        return _mix(self._seeds + _GOLDEN)  # greedy steps never ask
 
     def uniform(self, key: NoiseKey) -> Tensor:
         """Return [L] float64 uniforms in [0, 1) with 53 random bits, the ones `accept` compares with."""

@@ -19,8 +19,9 @@ class Registry:
     of `group`.
     """
 
-    def __init__(self, kind: str, group: str, table: dict[str, str]) -> None:
-        self.kind, self.group, self.table = kind, group, dict(table)
+    def __init__(self, kind: str, group: str, table: dict[str, str], also: tuple[str, ...] = ()) -> None:
+        """`also`: names that callers take but that stand for no one entry, for messages about unknown names."""
+        self.kind, self.group, self.table, self.also = kind, group, dict(table), also
 
     def names(self) -> list[str]:
         return sorted({*self.table, *(point.name for point in entry_points(group=self.group))})
@@ -38,10 +39,11 @@ class Registry:
             for point in entry_points(group=self.group):
                 if point.name == name:
                     return point.load()
-            close = difflib.get_close_matches(name, self.names(), n=1)
+            names = [*self.also, *self.names()]
+            close = difflib.get_close_matches(name, names, n=1)
             hint = f" did you mean {close[0]!r}?" if close else ""
             raise ConfigError(
-                f"unknown {self.kind} {name!r};{hint} available: {', '.join(self.names())}; "
+                f"unknown {self.kind} {name!r};{hint} available: {', '.join(names)}; "
                 f"your own: 'package.module:Class' or an entry point in {self.group!r}"
             )
         module, _, attribute = target.partition(":")
@@ -96,5 +98,7 @@ VERIFIERS = Registry(
     {
         "match": "specdec.verifiers.match:MatchVerifier",
         "rejection": "specdec.verifiers.rejection:RejectionVerifier",
+        "synthetic": "specdec.verifiers.synthetic:SyntheticVerifier",
     },
+    also=("auto",),
 )

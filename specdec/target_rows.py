@@ -84,7 +84,7 @@ class StepRows:
                 self._best = tuple(self._logits.to(torch.float32).max(dim=-1))  # type: ignore[assignment]
             index = self._first[rows] + nodes
             values, tokens = self._best[0][index], self._best[1][index]  # type: ignore[index]
-        self._refuse_unusable(values, torch.zeros_like(values, dtype=torch.bool), rows)
+        self._refuse_unusable(values, None, rows)
         return tokens
 
     def _processed(self, rows: Tensor, nodes: Tensor) -> Tensor:
@@ -119,9 +119,13 @@ class StepRows:
             self._ids[request.request_id] = ids
         return self._ids[request.request_id]
 
-    def _refuse_unusable(self, largest: Tensor, overflown: Tensor, rows: Tensor) -> None:
+    def _refuse_unusable(self, largest: Tensor, overflown: Tensor | None, rows: Tensor) -> None:
         """Raise ModelOutputError where the largest logit [L] is NaN or -inf, or `overflown` [L] is set."""
-        bad = largest.isnan() | largest.isneginf() | overflown
+        if bool(largest.isfinite().all()):
+            return
+        bad = largest.isnan() | largest.isneginf()
+        if overflown is not None:
+            bad |= overflown
         if bool(bad.any()):
             first = int(bad.nonzero()[0, 0])
             index, value = int(rows[first]), float(largest[first])

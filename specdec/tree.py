@@ -182,6 +182,8 @@ def children_table(tree: TokenTree) -> Tensor:
     """Return [B, M, C] int64: the children of each node in drawn order, -1 padded; C = most children of a node."""
     batch, width = tree.parents.shape
     device = tree.parents.device
+    if width == 1:  # plain decoding: nothing was drafted
+        return torch.empty(batch, 1, 0, dtype=torch.int64, device=device)
     node = torch.arange(width, device=device)
     is_child = (node > 0) & (node < tree.num_nodes[:, None])
     siblings_before = (tree.parents[:, :, None] == tree.parents[:, None, :]) & is_child[:, None, :]

@@ -34,6 +34,11 @@ DRAFTERS: dict[str, tuple[str, Callable[[Any], Options]]] = {
     "draft_model": ("draft_model", lambda model: {"model": model_of(named("llama"))}),
     "draft_model_itself": ("draft_model", lambda model: {"model": model}),
     "self_int8": ("self_int8", lambda model: {}),
+    "suffix": ("suffix", lambda model: {"offset": 2}),
+    "suffix_tree": ("suffix", lambda model: {"offset": 4, "tree": True, "share": True, "min_token_prob": 0.0}),
+    "token_recycling": ("token_recycling", lambda model: {}),
+    "early_exit": ("early_exit", lambda model: {}),
+    "early_exit_tree": ("early_exit", lambda model: {"tree": [2, 2]}),
 }
 # Too little of these is Linear layers (expert tensors, Conv1D, a table of positions), which the drafter says itself.
 NOT_INT8 = {"gpt2", "opt", "mixtral", "qwen3_moe", "gpt_oss", "deepseek_v3", "llama4"}
@@ -61,6 +66,10 @@ def test_fault_01_greedy_identity(architecture: Architecture, drafter: str) -> N
     options: Options = {"drafter": name, "drafter_options": options_for(model), "max_draft_tokens": 6}
     if drafter == "self_int8" and architecture.name in NOT_INT8:
         with pytest.raises(IncompatibleDrafterError, match="Linear layers"):
+            run(model, PROMPTS[:1], **options)
+        return
+    if options["drafter_options"].get("tree") and not runner_for(model).supports_trees:
+        with pytest.raises(IncompatibleDrafterError, match="chains only"):
             run(model, PROMPTS[:1], **options)
         return
     expected = answers(architecture)

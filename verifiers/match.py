@@ -46,6 +46,8 @@ class MatchVerifier:
             here = nodes[rows]
             drawn = _draw(target, noise, rows, here, depth)
             next_token_ids[rows] = drawn  # overwritten one depth further down if the walk goes on
+            if children.shape[2] == 0:
+                break
             child = _first_child_holding(tree, children, rows, here, drawn)
             found = child < tree.token_ids.shape[1]
             rows = rows[found]

@@ -32,7 +32,7 @@ class Side:
     # How far the one of the pair that does worse lies below the best token, in logits: after processors when greedy,
     # else in the race that the noise of this position decides, times the temperature. infinity: it cannot be chosen.
     behind: float
-    is_best: bool  # the run took what its own scores (and noise) say
+    is_best: bool  # the run took what its own scores (and noise) say, near-ties apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ def compare(index: int, plain: Watched, drafted: Watched, near_tie: float, token
             return Comparison(**known, verdict=IDENTICAL, why="all tokens are equal")
         position = min(map(len, tokens))
     pair = [run.choices.get(position) for run in (plain, drafted)]
-    sides = [_side(run, position, choice, pair, tokenizer) for run, choice in zip((plain, drafted), pair, strict=True)]
+    sides = [_side(run, position, c, pair, near_tie, tokenizer) for run, c in zip((plain, drafted), pair, strict=True)]
     verdict, why, change = _verdict(pair, sides, near_tie, plain.sampling.greedy)
     choice = pair[1]
     if choice is not None:
@@ -102,7 +102,12 @@ def compare(index: int, plain: Watched, drafted: Watched, near_tie: float, token
 
 
 def _side(
-    run: Watched, position: int, own: Choice | None, pair: Sequence[Choice | None], tokenizer: Any | None
+    run: Watched,
+    position: int,
+    own: Choice | None,
+    pair: Sequence[Choice | None],
+    near_tie: float,
+    tokenizer: Any | None,
 ) -> Side | None:
     """Return what `run` saw when it chose `own`, or None if it had ended."""
     if own is None:
@@ -123,7 +128,7 @@ def _side(
         _two(own.logits, taken),
         probs,
         far if not math.isnan(far) else math.inf,
-        int(scores.argmax()) == own.token_id,
+        behind(scores, [own.token_id]) < near_tie,  # False for NaN
     )
 
 
@@ -148,7 +153,7 @@ def _verdict(
     (one, other), (left, right) = pair, sides
     if one is None or other is None or left is None or right is None:
         ended = "undrafted" if left is None else "drafted"
-        return DIVERGED, f"the {ended} run ended here and the other one went on: stop rules or limits", None
+        return DIVERGED, f"the {ended} run ended here and the other one went on: stop rules, limits or criteria", None
     both = one.logits.isfinite() & other.logits.isfinite()
     change = float((one.logits - other.logits)[both].abs().max()) if bool(both.any()) else 0.0
     if max(left.behind, right.behind) < near_tie:
@@ -156,9 +161,10 @@ def _verdict(
     if not greedy and left.is_best and right.is_best and change < near_tie and math.inf in (left.behind, right.behind):
         why = "both runs saw the same logits but for rounding, and one token lies at the edge of a filter; no bug"
         return NEAR_TIE, why, change
+    if not right.is_best:
+        return DIVERGED, "the verifier took a token that the drafted run's own scores do not choose", change
     if change < near_tie:
-        rule = "the acceptance rule took a token that the target does not choose here"
-        return DIVERGED, f"both runs saw the same logits, so {rule}: the verifier is wrong", change
+        return DIVERGED, "both runs saw the same logits and scored them differently: a processor with a memory", change
     return (
         DIVERGED,
         (

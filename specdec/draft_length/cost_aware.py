@@ -91,29 +91,33 @@ class CostAwareLength:
         if not able:
             return work
         caps = [work[i].max_draft_tokens for i in able]
-        records = [self._record(work[i].request.request_id) for i in able]
-        width = 1
-        if self._tree_rows is None:
-            gains = [
-                chain_gains(record.acceptance, self._everyone, cap) for record, cap in zip(records, caps, strict=True)
-            ]
-        else:
-            gains = [[tree_gain(record.acceptance, self._everyone)] for record in records]
-            width = min(max(caps), math.ceil(self._tree_rows.total / self._tree_rows.weight))
-        costs = self._costs(work, width * sum(caps))
-        rate = self._worth(work, gains, costs, width)
-        counts = choose(gains, costs, width=width, rate=rate)
-        if not self._cost.is_known:
-            # What drafting takes is found out with one token for one request.
-            counts = [int(i == 0 and (self._cost.is_blank or any(counts))) for i in range(len(able))]
-        elif rate is None:
-            self._try_one(counts, records, [work[i].request.request_id for i in able], costs, width)
+        counts = self._counts(work, [work[i].request.request_id for i in able], caps)
         if self._tree_rows is not None:
             counts = [cap if n else 0 for n, cap in zip(counts, caps, strict=True)]
         allotted = list(work)
         for i, n in zip(able, counts, strict=True):
             allotted[i] = replace(work[i], max_draft_tokens=n)
         return allotted
+
+    def _counts(self, work: Sequence[Work], ids: list[int], caps: list[int]) -> list[int]:
+        """Return how many units (tokens of a chain, or one tree) each request that may draft gets."""
+        known = [self._record(request_id).acceptance for request_id in ids]
+        if self._tree_rows is None:
+            width = 1
+            gains = [chain_gains(own, self._everyone, cap) for own, cap in zip(known, caps, strict=True)]
+        else:
+            width = min(max(caps), math.ceil(self._tree_rows.total / self._tree_rows.weight))
+            gains = [[tree_gain(own, self._everyone)] for own in known]
+        costs = self._costs(work, width * sum(caps))
+        rate = self._worth(work, gains, costs, width)
+        counts = choose(gains, costs, width=width, rate=rate)
+        if self._cost.is_blank or (any(counts) and not self._cost.is_known):
+            return [int(i == 0) for i in range(len(ids))]  # what drafting takes is found out with one token for one
+        if any(counts) and not self._cost.knows(sum(n > 0 for n in counts)):
+            return [min(n, 1) for n in counts]  # and what it takes for so many requests, with one token for each
+        if rate is None:
+            self._try_one(counts, ids, costs, width)
+        return counts
 
     def _record(self, request_id: int) -> _Record:
         return self._requests.setdefault(request_id, _Record())
@@ -139,12 +143,13 @@ class CostAwareLength:
             return None
         return best_rate(gains, replace(costs, rows=decode, tokens=decode), width=width)
 
-    def _try_one(self, counts: list[int], records: list[_Record], ids: list[int], costs: Costs, width: int) -> None:
+    def _try_one(self, counts: list[int], ids: list[int], costs: Costs, width: int) -> None:
         """Give one draft unit to a request that would get none and has waited long enough, if it can be afforded."""
         plain_s = seconds(counts, costs, width=width)
-        for i, record in enumerate(records):
+        for i, request_id in enumerate(ids):
             if counts[i]:
                 continue
+            record = self._record(request_id)
             is_new = record.num_asked == 0 and self._since_try >= _LEAST_WAIT_TOKENS
             if not is_new and record.since_asked < record.wait:
                 continue
@@ -157,7 +162,7 @@ class CostAwareLength:
             if (record.wait == 0 and _could_pay(extra_s, costs)) or (
                 extra_s <= self._budget_s and _could_pay(rows_s, costs)
             ):
-                self._trying = _Try(ids[i], rows_s, extra_s - rows_s)
+                self._trying = _Try(request_id, rows_s, extra_s - rows_s)
                 return
             counts[i] = 0
 

@@ -24,8 +24,10 @@ class Average:
     memory: float
     total: float = 0.0
     weight: float = 0.0
+    faded: float = 1.0  # weight of a value before the first one
 
     def add(self, value: float, weight: float = 1.0) -> None:
+        self.faded *= self.memory
         self.total = self.total * self.memory + value * weight
         self.weight = self.weight * self.memory + weight
 
@@ -34,9 +36,12 @@ class Average:
         return (self.total + prior_weight * prior) / (self.weight + prior_weight)
 
     def given(self, everyone: Average, prior: float) -> float:
-        """Return one request's mean; the more is known of everyone, the more of its own it takes to differ."""
+        """Return one request's mean, to which everyone's is a prior that fades as its own values come in.
+
+        The more is known of everyone, the more of its own it takes to differ; in the end only its own count.
+        """
         weight = min(_PRIOR_TRIALS + everyone.weight / _PRIOR_TRIALS, _MOST_PRIOR_TRIALS)
-        return self.mean(everyone.mean(prior), weight)
+        return self.mean(everyone.mean(prior), weight * self.faded)
 
 
 @dataclass(slots=True)
@@ -156,7 +161,12 @@ class DraftCost:
     @property
     def is_known(self) -> bool:
         """False until a draft, or the lack of one a few times, has been timed."""
-        return any(line.num_samples and (line.depth2 or line.num_samples >= _UNSURE) for line in self._lines.values())
+        return any(_tells(line) for line in self._lines.values())
+
+    def knows(self, batch: int) -> bool:
+        """Tell whether a draft has been timed for about so many requests."""
+        line = self._lines.get((batch - 1).bit_length())
+        return line is not None and _tells(line)
 
     def add(self, batch: int, answered: int, depth: int, seconds: float, *, num_unseen: int = 0) -> None:
         """Learn from one `propose`.
@@ -200,3 +210,7 @@ class DraftCost:
 
     def _scale(self, batch: int) -> float:
         return self._step_s(batch) / self._step_s(1)
+
+
+def _tells(line: _Line) -> bool:
+    return line.num_samples > 0 and (line.depth2 > 0 or line.num_samples >= _UNSURE)

@@ -24,9 +24,9 @@ from specdec.models.hosting import host, refuse_difference
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables, is_plain_linear
 from specdec.models.probe import Compatibility
 from specdec.models.runner import ModelRunner, Program
-from specdec.models.wrapped import adapter_parts, unwrapped
 from specdec.models.shrink import windows
 from specdec.models.verdicts import verdict_of
+from specdec.models.wrapped import adapter_parts, unwrapped
 
 log = logging.getLogger("specdec")
 

@@ -67,7 +67,9 @@ def _shared(model: nn.Module) -> tuple[dict[int, Any], list[tuple[Tensor, Tensor
             memo[id(value)] = value
             continue
         # Accelerate's hooks hold offloaded weights, which are no parameters and just as little to be copied.
-        weights = getattr(getattr(value, "_hf_hook", None), "weights_map", None) if isinstance(value, nn.Module) else None
+        weights = (
+            getattr(getattr(value, "_hf_hook", None), "weights_map", None) if isinstance(value, nn.Module) else None
+        )
         if weights is not None:
             memo[id(weights)] = weights
         waiting.extend(_members(value))
@@ -92,12 +94,17 @@ def _own_parameter(tensor: Tensor) -> Tensor:
     A forward may rebind a parameter's data or what its class keeps beside it: layers of bitsandbytes move scales out of
     it at the first call, parametrisations set it. The caller's parameter must not see that.
     """
-    if not isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
+    if not isinstance(tensor, nn.Parameter) or wraps_tensors(tensor):
         return tensor
     if type(tensor) is nn.Parameter:
         return nn.Parameter(tensor.data, requires_grad=tensor.requires_grad)
     ours: Tensor = torch.Tensor._make_subclass(type(tensor), tensor.data, tensor.requires_grad)
     return ours
+
+
+def wraps_tensors(tensor: Tensor) -> bool:
+    """Tell whether a tensor holds others instead of storage of its own, as some libraries' quantised weights do."""
+    return bool(is_traceable_wrapper_subclass(tensor))
 
 
 def device_of(model: nn.Module) -> torch.device:
@@ -115,14 +122,15 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """
     weights = tuple(_look(t) for t in (*model.parameters(), *model.buffers()))
     modules = tuple(
-        (id(m), type(m), *m._forward_hooks, *m._forward_pre_hooks, _settings(m)) for m in model.modules()
+        (id(m), type(m), tuple(map(id, m._modules.values())), *m._forward_hooks, *m._forward_pre_hooks, _settings(m))
+        for m in model.modules()
     )
     return weights, modules
 
 
 def _look(tensor: Tensor) -> tuple[object, ...]:
     """Return what can be told of a parameter or buffer without reading all of it."""
-    if is_traceable_wrapper_subclass(tensor):
+    if wraps_tensors(tensor):
         return id(tensor), _version(tensor)
     return id(tensor), tensor.data_ptr(), _version(tensor), _sample(tensor)
 

@@ -53,6 +53,8 @@ def _refused_state(config: Any, model_class: Any) -> Refusal | None:
         return Refusal(f"layers of type {', '.join(strange)}", "their state cannot be rolled back")
     if getattr(config, "num_kv_shared_layers", 0) or getattr(config, "kv_sharing_modes", None):
         return Refusal("shared KV layers", "layers read keys and values that other layers have stored")
+    if getattr(config, "use_bidirectional_attention", None) in (True, "all"):  # PaliGemma, for one
+        return Refusal("bidirectional attention", "tokens of a prompt see later ones, which causal KV has not seen")
     if config.model_type == "gpt_neo":
         return Refusal(
             "attention mask of its own",

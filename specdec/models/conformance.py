@@ -138,12 +138,11 @@ def compare(program: Program, reference: Reference, *, trees: bool = True) -> fl
     keep(0, range(len(tail)))
     keep(1, range(len(other)))
     path = trial.paths[-1]
+    rows: tuple[int, Tensor, tuple[int, ...] | None] = (0, reference.nodes[list(path)], None)
+    expected = committed[trial.prefix : trial.prefix + trial.depth]
     if trees:
         rows = (0, reference.nodes, trial.parents)
         expected = reference.node_logits()
-    else:
-        rows = (0, reference.nodes[list(path)], None)
-        expected = committed[trial.prefix : trial.prefix + trial.depth]
     second = ((1, beside, None),) if trial.beside else ()
     run(torch.cat([expected, reference.other_logits[trial.other :]]), rows, *second)
     keep(0, path if trees else range(trial.depth))

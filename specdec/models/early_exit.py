@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -20,6 +21,8 @@ from specdec.models.taps import find_blocks
 # What code of a model raises when layers are missing that it counts on.
 _MODEL_ERRORS = (RuntimeError, TypeError, AttributeError, IndexError, KeyError, AssertionError, UnsupportedModelError)
 
+_PROGRAMS: weakref.WeakKeyDictionary[Any, dict[int, Program]] = weakref.WeakKeyDictionary()  # by target program
+
 
 def first_layers(runner: ModelRunner, num_layers: int) -> ModelRunner:
     """Return a runner of a target's first `num_layers` layers that shares its weights and its KV cache.
@@ -34,6 +37,9 @@ def first_layers(runner: ModelRunner, num_layers: int) -> ModelRunner:
     if num_layers == most:
         return runner.sharing_cache(runner.program)
     name = type(runner.model).__name__
+    known = _PROGRAMS.setdefault(runner.program, {})
+    if num_layers in known:
+        return runner.sharing_cache(known[num_layers])
     try:
         shortened = runner.sharing_cache(_cut(runner.program, num_layers))
         _probe(shortened, num_layers)
@@ -42,6 +48,7 @@ def first_layers(runner: ModelRunner, num_layers: int) -> ModelRunner:
             f"drafter 'early_exit' cannot run {name} without its last {most - num_layers} layers ({error}); use "
             "drafter='ngram' or 'suffix'"
         ) from error
+    known[num_layers] = shortened.program
     return shortened
 
 

@@ -148,9 +148,11 @@ def _build(header: GgufHeader, final: Path) -> None:
 
 
 def _write(header: GgufHeader, folder: Path) -> None:
+    logger.info("reading %s", header.path.name)
     model = _load(header)
     check_rope_kept(header, model.config)
     model.config._name_or_path = ""
+    logger.info("writing the converted model")
     with quiet():
         model.save_pretrained(folder)
     tokenizer = convert_tokenizer(header)

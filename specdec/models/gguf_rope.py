@@ -13,15 +13,20 @@ _NO_SCALING = ("", "none")
 _NO_FACTOR = (0.0, 1.0)
 
 
+def lost_scaling(header: GgufHeader) -> list[str]:
+    """Return the names of the keys and tensors that hold RoPE scaling and that transformers' loader drops."""
+    if header.architecture in _KEPT_BY_LOADER:
+        return []
+    return [t.name for t in header.tensors if t.name.endswith(_FACTOR_TENSORS)] + _scaling_keys(header)
+
+
 def check_rope(header: GgufHeader) -> None:
     """Refuse a file whose RoPE scaling would be lost.
 
     Raises:
         ModelLoadError: the message names the keys and tensors that hold the scaling.
     """
-    if header.architecture in _KEPT_BY_LOADER:
-        return
-    found = [t.name for t in header.tensors if t.name.endswith(_FACTOR_TENSORS)] + _scaling_keys(header)
+    found = lost_scaling(header)
     if found:
         raise ModelLoadError(
             f"{header.path} uses RoPE scaling ({', '.join(found)}), as Llama 3.1 and later and long-context models "

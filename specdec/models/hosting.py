@@ -39,7 +39,7 @@ class Hosting:
 
 
 def host(model: Any, reference: Reference) -> Hosting:
-    """Return the way of running a copy of `model` that conforms with `reference`, trees if it can be; else a failed one.
+    """Return how a copy of `model` runs over our cache and how far that is from `reference`.
 
     Raises:
         UnsupportedModelError: the model keeps its attention from us.

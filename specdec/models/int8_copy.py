@@ -17,6 +17,7 @@ from specdec.models.hosted import base_forward
 from specdec.models.hosting import same_kind
 from specdec.models.int8 import Int8Linear, activation_maxima
 from specdec.models.matmul import is_plain_linear
+from specdec.models.progress import report
 from specdec.models.quantised import quantisation_of
 from specdec.models.runner import ModelRunner, Program
 from specdec.models.wrapped import adapter_parts
@@ -114,12 +115,17 @@ def calibration_ids(runner: ModelRunner, tokenizer: Any | None) -> Tensor:
 def _build(runner: ModelRunner, ids: Tensor) -> tuple[Program, int]:
     """Return the int8 program and the bytes of its weights."""
     model = runner.model
+    name, num_linears, num_fused = type(model).__name__, sum(is_plain_linear(m) for m in model.modules()), 0
+    report(f"calibrating the int8 copy of {name}", 0, num_linears)
     maxima = activation_maxima(model, lambda: base_forward(model, ids))
 
     made: list[Int8Linear] = []
 
     def fuse(role: str, linears: Sequence[nn.Linear]) -> Int8Linear:
+        nonlocal num_fused
         made.append(Int8Linear(linears, maxima[linears[0]]))
+        num_fused += len(linears)
+        report(f"making the int8 copy of {name}", min(num_fused, num_linears), num_linears)
         return made[-1]
 
     if isinstance(runner.program, lean.LeanProgram):

@@ -39,12 +39,21 @@ _REASON_CHARS = 800
 
 
 @dataclass(frozen=True, slots=True)
-class _Source:
-    """What from_pretrained is given, and how errors name it."""
+class Source:
+    """What a user's name stands for, and what from_pretrained is given."""
 
     name: str
     pretrained: str
-    folder: Path | None  # None = the hub
+    folder: Path | None  # None = the hub, or a GGUF file
+    gguf: Path | None = None
+    advice: str = ""  # what to do about a damaged GGUF file
+
+    def converted(self) -> Source:
+        """Return the directory that a GGUF file is converted into, which is done if need be; others as they are."""
+        if self.gguf is None:
+            return self
+        folder = convert_gguf(self.gguf, *([self.advice] if self.advice else []))
+        return Source(self.name, str(folder), folder)
 
 
 def load_model(
@@ -81,7 +90,7 @@ def load_model(
         raise ConfigError(f"device={device!r} and device_map={device_map!r} exclude each other; give one of them")
     place = None if device is None else parse_device(device)
     weights = parse_dtype(dtype) if dtype is not None else default_dtype(place, device_map)
-    source = _find(target)
+    source = find_source(target).converted()
     try:
         _check_config(source, trust_remote_code)
         if source.folder is not None:
@@ -94,8 +103,8 @@ def load_model(
     except SpecdecError:
         raise
     except Exception as error:  # transformers, the hub, safetensors and torch all raise their own kinds
-        raise _load_error(source, error) from error
-    return model, _find_tokenizer(source, trust_remote_code)
+        raise load_error(source, error) from error
+    return model, find_tokenizer(source, trust_remote_code)
 
 
 def _take_object(model: Any, options: list[str]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase | None]:
@@ -112,11 +121,11 @@ def _take_object(model: Any, options: list[str]) -> tuple[PreTrainedModel, PreTr
     name = getattr(model, "name_or_path", "") or ""
     if not name or not Path(name).is_dir():
         return model, None
-    return model, _find_tokenizer(_Source(name, name, Path(name)), "trust_remote_code" in options)
+    return model, find_tokenizer(Source(name, name, Path(name)), "trust_remote_code" in options)
 
 
-def _find(target: str | os.PathLike[str]) -> _Source:
-    """Decide what `target` names; convert it if it is a GGUF file.
+def find_source(target: str | os.PathLike[str]) -> Source:
+    """Decide what `target` names. Nothing is loaded or converted.
 
     Raises:
         ModelLoadError: it names a path that does not exist or holds no model.
@@ -124,25 +133,23 @@ def _find(target: str | os.PathLike[str]) -> _Source:
     name = os.fspath(target)
     if isinstance(target, str) and target in BUILTIN_MODELS:
         builtin = BUILTIN_MODELS[target]
-        folder = convert_gguf(builtin_file(builtin), f"run `{builtin.reinstall}`")
-        return _Source(name, str(folder), folder)
+        return Source(name, name, None, builtin_file(builtin), f"run `{builtin.reinstall}`")
     if not name.strip():
         raise ModelLoadError("the model's name is empty; " + _choices())
     path = Path(name).expanduser()
     if path.is_file():
         if not _is_gguf(path):
             raise ModelLoadError(f"{name} is no .gguf file; of other formats give the directory that holds config.json")
-        folder = convert_gguf(path.absolute())
-        return _Source(name, str(folder), folder)
+        return Source(name, name, None, path.absolute())
     if path.is_dir():
         _check_folder(path)
-        return _Source(name, str(path), path)
+        return Source(name, str(path), path)
     if not isinstance(target, str) or _looks_like_path(target):
         raise ModelLoadError(f"there is no file or directory {name}; {_choices()}")
     close = _closest(name, cutoff=0.8)
     if close and "/" not in name:  # offline, asking the hub about a typo takes 20 s of retries
         raise ModelLoadError(f"unknown model {name!r}; did you mean {close!r}? {_choices()}")
-    return _Source(name, name, None)
+    return Source(name, name, None)
 
 
 def _is_gguf(path: Path) -> bool:
@@ -173,11 +180,12 @@ def _check_folder(folder: Path) -> None:
     if ggufs:
         message += f"; it holds {ggufs[0].name}: give the path of that file"
     elif (folder / "adapter_config.json").is_file():
-        message += "; it holds a PEFT adapter: merge it into its base model and save the result first"
+        message += "; it holds a PEFT adapter: merge it into its base model and save the result, or pass the object that "
+        message += "peft.AutoPeftModelForCausalLM.from_pretrained() gives"
     raise ModelLoadError(message)
 
 
-def _check_config(source: _Source, trust_remote_code: bool) -> None:
+def _check_config(source: Source, trust_remote_code: bool) -> None:
     """Refuse checkpoints that hold something else than a decoder-only language model.
 
     Raises:
@@ -185,6 +193,7 @@ def _check_config(source: _Source, trust_remote_code: bool) -> None:
     """
     from transformers import AutoConfig
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CAUSAL
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as MULTIMODAL
 
     config = AutoConfig.from_pretrained(source.pretrained, trust_remote_code=trust_remote_code)
     kind = getattr(config, "model_type", "") or type(config).__name__
@@ -198,13 +207,17 @@ def _check_config(source: _Source, trust_remote_code: bool) -> None:
     names = list(getattr(config, "architectures", None) or [])
     causal = any(n in CAUSAL.values() or n.endswith(("ForCausalLM", "LMHeadModel")) for n in names)
     if kind not in CAUSAL or (names and not causal):
+        advice = "only decoder-only (causal) language models are supported"
+        if kind in MULTIMODAL:
+            advice = "for text prompts pass the object that AutoModelForImageTextToText.from_pretrained() gives"
         raise ModelLoadError(
             f"{source.name} holds {' / '.join(names) or kind}, which is no causal language model (model type {kind}); "
-            "only decoder-only (causal) language models are supported"
+            + advice
         )
 
 
-def _load_error(source: _Source, error: Exception) -> ModelLoadError:
+def load_error(source: Source, error: Exception) -> ModelLoadError:
+    """Return what a failure of transformers or the hub means for the user."""
     reason = _reason(error)
     if source.folder is not None:
         return ModelLoadError(f"{source.name} cannot be loaded ({type(error).__name__}): {reason}")
@@ -222,7 +235,7 @@ def _reason(error: Exception) -> str:
     return text if len(text) <= _REASON_CHARS else text[:_REASON_CHARS] + " ..."
 
 
-def _find_tokenizer(source: _Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
+def find_tokenizer(source: Source, trust_remote_code: bool) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer, or None: a model can be used with token ids alone."""
     if source.folder is not None and not any((source.folder / name).is_file() for name in _TOKENIZER_FILES):
         logger.info("%s holds no tokenizer", source.name)

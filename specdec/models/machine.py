@@ -69,7 +69,12 @@ def weight_bytes_per_step(model: Any) -> int:
 
 
 def measure_step_times(
-    runner: ModelRunner, model: Any = None, *, rows: Sequence[int] = (1, 2, 4, 8, 16, 32), context: int = 128
+    runner: ModelRunner,
+    model: Any = None,
+    *,
+    rows: Sequence[int] = (1, 2, 4, 8, 16, 32),
+    context: int = 128,
+    repeats: int = 11,
 ) -> list[dict[str, float]]:
     """Return t(M): median seconds of a forward of M rows after `context` tokens, for each M.
 
@@ -80,6 +85,7 @@ def measure_step_times(
         model: a transformers model whose own forward with its own cache is timed in turn with it, if given.
         rows: the Ms.
         context: committed tokens before the forward.
+        repeats: timings of each, after two that do not count.
 
     Returns:
         One {"rows", "runner_s", "transformers_s"} per M.
@@ -98,7 +104,7 @@ def measure_step_times(
             calls = {"runner_s": _our_call(runner, segment)}
             if model is not None:
                 calls["transformers_s"] = _transformers_call(model, ids.to(model.device), context, m)
-            table.append({"rows": float(m), **_median_in_turn(calls, runner.device)})
+            table.append({"rows": float(m), **_median_in_turn(calls, runner.device, repeats)})
         return table
     finally:
         cache.release(_REQUEST_ID)
@@ -125,7 +131,7 @@ def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> _
     return _Timed(call, after=lambda: past.crop(-m))
 
 
-def _median_in_turn(calls: dict[str, _Timed], device: torch.device, repeats: int = 11) -> dict[str, float]:
+def _median_in_turn(calls: dict[str, _Timed], device: torch.device, repeats: int) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
         for name, timed in calls.items():

@@ -14,12 +14,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.models.cache_dir import atomic_write_json, ensure_cache_dir
+from specdec.models.progress import reporting
 
 log = logging.getLogger("specdec")
 
@@ -95,7 +97,8 @@ def measure_table(shape: tuple[int, int], dtype: torch.dtype) -> KernelTable:
     plain = [first, *(torch.randn(shape, generator=generator).to(dtype) for _ in range(needed - 1))]
     packed = [prepack(w) for w in plain]
     default_s, prepacked_s = [], []
-    for rows in ROW_BUCKETS:
+    what = f"timing products with {shape[0]} x {shape[1]} {str(dtype).removeprefix('torch.')} weights, once"
+    for rows in reporting(what, ROW_BUCKETS):
         x = torch.randn(rows, shape[1], generator=generator).to(dtype)
 
         def run_default(x: Tensor = x) -> None:
@@ -129,7 +132,6 @@ class KernelTables:
         key = f"{shape} {dtype}"
         tables = self._load()
         if key not in tables:
-            log.info("timing matrix products with weights %s once for this machine", key)
             with torch.inference_mode():
                 tables[key] = measure_table(shape, dtype)
             self._save()
@@ -197,7 +199,7 @@ class FusedLinear(nn.Module):
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
 
-def is_plain_linear(module: nn.Module) -> bool:
+def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Tell whether a module is a Linear layer over ordinary weights, which another product may stand for."""
     return type(module) is nn.Linear and type(module.weight) is nn.Parameter and module.weight.is_floating_point()
 

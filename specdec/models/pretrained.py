@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from specdec.errors import ModelLoadError
+from specdec.models.progress import reporting
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -23,20 +24,23 @@ _LOCK = threading.RLock()
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Hide transformers' loading bars inside the block; downloads keep theirs. The user's settings come back."""
+    """Hide transformers' loading bars inside the block; downloads keep theirs. The user's settings come back.
+
+    The one bar that is long, over the tensors of a GGUF file, becomes reports of our own.
+    """
     from transformers import modeling_gguf_pytorch_utils as gguf_utils
     from transformers.utils import logging as transformers_logging
 
     def no_bar(factory: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return factory(*args, **{**kwargs, "disable": True})
 
-    def no_gguf_bar(iterable: Iterable[T], **_: Any) -> Iterable[T]:
-        return iterable
+    def gguf_reports(iterable: Iterable[T], **_: Any) -> Iterable[T]:
+        return reporting("unpacking the weights of the GGUF file", list(iterable))
 
     with _LOCK:
         hook = transformers_logging.set_tqdm_hook(no_bar)
         gguf_bar = getattr(gguf_utils, "tqdm", None)  # its one bar ignores transformers' own switch
-        gguf_utils.tqdm = no_gguf_bar
+        gguf_utils.tqdm = gguf_reports
         try:
             yield
         finally:

@@ -1,8 +1,8 @@
 """Trying an architecture on a small random instance of it in float32, from its config alone.
 
 The real weights are too large to try everything on, and in half precision they hide small faults: a lost window moves
-bfloat16 logits of an 11-token prompt not at all. A shrunk instance (`models/shrink.py`) has every kind of layer, windows
-of 8 positions and prompts that cross them, and float32 logits that must agree to 2e-5.
+bfloat16 logits of an 11-token prompt not at all. A shrunk instance (`models/shrink.py`) has every kind of layer,
+windows of 8 positions and prompts that cross them, and float32 logits that must agree to 2e-5.
 """
 
 from __future__ import annotations

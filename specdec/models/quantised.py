@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from specdec.models.clone import wraps_tensors
 
 # Layers of torch.ao's eager "dynamic" quantisation share one activation scale among all rows of a call.
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
@@ -45,7 +46,7 @@ def _is_torch_quantised(module: nn.Module) -> bool:
 
 def _is_code(tensor: Tensor) -> bool:
     """Tell whether a parameter or buffer holds quantised weights: a matrix of integers, or a tensor that wraps one."""
-    if is_traceable_wrapper_subclass(tensor):
+    if wraps_tensors(tensor):
         return not type(tensor).__module__.startswith("torch.distributed")
     is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
     return tensor.dim() >= 2 and (is_integer or tensor.dtype in _FLOAT8)

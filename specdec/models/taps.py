@@ -18,7 +18,10 @@ def find_blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
     Raises:
         UnsupportedModelError: there is none.
     """
-    found = [(name.count("."), m) for name, m in model.named_modules() if isinstance(m, nn.ModuleList)]
+    # A multimodal model holds towers of blocks for images and sound beside the decoder's.
+    decoder: Any = model.get_decoder() if hasattr(model, "get_decoder") else None  # type: ignore[operator]
+    within = decoder if isinstance(decoder, nn.Module) else model
+    found = [(name.count("."), m) for name, m in within.named_modules() if isinstance(m, nn.ModuleList)]
     for _, modules in sorted(found, key=lambda pair: pair[0]):
         if len(modules) == num_layers:
             return modules

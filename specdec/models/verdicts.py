@@ -37,7 +37,7 @@ def verdict_of(config: Any, model_class: Any = None) -> Compatibility:
         model_class: the model's own class; None = transformers' causal LM for the config.
     """
     try:
-        tried = _class_to_try(config, model_class)
+        tried = class_to_try(config, model_class)
         refusal = find_refusal(config, tried if model_class is None else model_class)
         if refusal is not None:
             return refused(refusal)
@@ -56,7 +56,7 @@ def verdict_of(config: Any, model_class: Any = None) -> Compatibility:
     return found
 
 
-def _class_to_try(config: Any, model_class: Any) -> Any:
+def class_to_try(config: Any, model_class: Any) -> Any:
     """Return the causal LM of the config's text part; the model's own class where the config has but one part."""
     text = config.get_text_config()
     if model_class is not None and text is config:
@@ -89,7 +89,8 @@ def _sources() -> str:
 
 
 def _digest(key: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    """Return a name for the architecture; the versions are inside of the file, so that old ones do not pile up."""
+    return hashlib.sha256(json.dumps([key["class"], key["config"]], sort_keys=True).encode()).hexdigest()[:16]
 
 
 def _read(path: Path, key: dict[str, Any]) -> Compatibility | None:

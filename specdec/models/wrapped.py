@@ -31,7 +31,6 @@ _REFUSED_INPUTS = {
     "adapter_names": "mixed-adapter batches are not supported; call set_adapter() and run each adapter's prompts apart",
     "alora_offsets": "activated LoRA is not supported; use a plain LoRA adapter",
     "task_ids": "adapters that are chosen by task are not supported; merge one with merge_and_unload()",
-    "position_ids": "positions follow from attention_mask; leave it out",
     "cache_position": "positions follow from attention_mask; leave it out",
     "decoder_input_ids": "encoder-decoder models are not supported",
     "encoder_outputs": "encoder-decoder models are not supported",

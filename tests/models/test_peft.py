@@ -1,4 +1,4 @@
-"""Targets with PEFT adapters: run as they stand at each call, or refused by name; the caller's model stays as it was."""
+"""Targets with PEFT adapters: run as they stand at each call, or refused by name; the caller's model is untouched."""
 
 from __future__ import annotations
 
@@ -71,9 +71,7 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 def theirs(model: Any, prompt: list[int], num_new: int = NUM_NEW) -> list[int]:
     """Return what the PeftModel itself says."""
     ids = one(prompt)
-    out = model.generate(
-        input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False
-    )
+    out = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=num_new, do_sample=False)
     return out[0, len(prompt) :].tolist()
 
 
@@ -102,9 +100,12 @@ class TestAdaptersRun:
     @pytest.mark.parametrize(
         ("drafter", "options"),
         [
-            ("none", {}), ("oracle", {"accept_rate": 0.7}), ("adversary", {"width": 2}), ("random", {"branching": [3, 2]}),
+            ("none", {}),
+            ("oracle", {"accept_rate": 0.7}),
+            ("adversary", {"width": 2}),
+            ("random", {"branching": [3, 2]}),
         ],
-    )  # fmt: skip
+    )
     def test_with_every_kind_of_draft(self, drafter: str, options: dict[str, Any]) -> None:
         model = adapted(lora(), architecture="qwen2")
         ids, mask = padded(PROMPTS)
@@ -234,7 +235,10 @@ class TestSwitches:
     def test_merged_and_disabled_would_write_the_callers_weights(self, model: Any) -> None:
         model.merge_adapter()
         before = state(model)
-        with model.disable_adapter(), pytest.raises(UnsupportedModelError, match=r"merged .* disabled.*unmerge_adapter"):
+        with (
+            model.disable_adapter(),
+            pytest.raises(UnsupportedModelError, match=r"merged .* disabled.*unmerge_adapter"),
+        ):
             ours(model, PROMPTS[1])
         assert all(torch.equal(before[n], t) for n, t in model.state_dict().items())
 
@@ -328,7 +332,7 @@ class TestRefused:
 
     def test_activated_lora(self) -> None:
         model = adapted(lora(alora_invocation_tokens=[3, 4]))
-        with pytest.raises(UnsupportedModelError, match="'default' is an activated LoRA.*invocation"):
+        with pytest.raises(UnsupportedModelError, match=r"'default' is an activated LoRA.*invocation"):
             ours(model, PROMPTS[1])
 
     def test_x_lora(self, tmp_path: Any) -> None:
@@ -358,3 +362,17 @@ class TestRefused:
         for call in (lambda: ours(model, PROMPTS[1]), lambda: specdec.LLM(model)):
             with pytest.raises(UnsupportedModelError, match=r"wrapped in DataParallel.*pass its \.module"):
                 call()
+
+
+class TestClone:
+    def test_it_shares_the_adapters(self) -> None:
+        model = adapted(CONFIGS["vera"]())
+        clone = clone_sharing_parameters(unwrapped(model))
+        want = {t.data_ptr() for t in [*model.parameters(), *model.buffers()]}
+        assert {t.data_ptr() for t in [*clone.parameters(), *clone.buffers()]} <= want
+
+    def test_settings_are_the_clones_own(self) -> None:
+        model = adapted(lora())
+        clone = clone_sharing_parameters(unwrapped(model))
+        with model.disable_adapter():
+            assert all(not m._disable_adapters for m in clone.modules() if hasattr(m, "_disable_adapters"))

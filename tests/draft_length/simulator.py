@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from specdec.acceptance import Verdict
 from specdec.draft_length import DraftLength
 from specdec.interfaces import SamplingParams
 from specdec.request import Request, StopRules
-from specdec.scheduler import Scheduler
+from specdec.scheduler import Scheduler, Work
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ def per_token(seconds: float, times: Times = CPU) -> DraftSeconds:
 
 @dataclass
 class Run:
-    """What happened: `drafted` has (request number, tokens it had, depth allotted) of every drafted request and step."""
+    """What happened; `drafted`: (request number, tokens it had, depth) of every request and step that was asked."""
 
     seconds: float = 0.0
     num_tokens: int = 0
@@ -86,7 +86,7 @@ def simulate(
         prompt: its tokens.
         seed: of the dice.
         answers: probability that the drafter has a draft at all.
-        branching: siblings at each depth; with 2, half of the nodes are a path's.
+        branching: siblings at each depth, one of which may be accepted.
         first: number of the first request; a policy must not see one twice.
     """
     dice = random.Random(seed)
@@ -98,41 +98,44 @@ def simulate(
     while scheduler.running or scheduler.waiting:
         scheduler.admit(lambda request: True)
         work = policy.allot(scheduler.schedule())
-        verdicts, rows = [], 0
+        verdicts = []
         for w in work:
-            rows += w.num_rows
-            have = len(w.request.new_tokens)
-            drafted = w.max_draft_tokens if w.max_draft_tokens and dice.random() < answers else 0
-            depth = drafted // branching if drafted >= branching else 0
-            rows += depth * branching
-            accepted = 0
-            while accepted < depth and dice.random() < accepts(w.request.request_id, have + accepted, accepted):
-                accepted += 1
-            tokens, reason = w.request.crop([2] * (accepted + 1)) if w.samples else ([], None)
-            kept = torch.arange(w.num_rows)
-            verdicts.append(Verdict(kept, tokens, reason, None, min(accepted, len(tokens)), depth * branching, depth))
+            has_answer = w.max_draft_tokens > 0 and dice.random() < answers
+            depth = w.max_draft_tokens // branching if has_answer else 0
+            verdicts.append(_verdict(w, depth, branching, accepts, dice))
             if w.max_draft_tokens:
-                run.drafted.append((w.request.request_id, have, depth))
-            run.num_draft_tokens += depth * branching
+                run.drafted.append((w.request.request_id, len(w.request.new_tokens), depth))
         asked = sum(w.max_draft_tokens > 0 for w in work)
         spent = draft_s(asked, max(v.depth for v in verdicts)) if asked else 0.0
-        run.seconds += times.at(rows) + spent
+        run.seconds += times.at(sum(w.num_rows + v.drafted for w, v in zip(work, verdicts, strict=True))) + spent
         run.num_steps += 1
         for w, verdict in zip(work, verdicts, strict=True):
             w.request.tokens.extend(verdict.tokens)
             w.request.num_computed += w.num_rows + max(0, len(verdict.tokens) - 1)
-            run.num_tokens += len(verdict.tokens)
             w.request.finish_reason = verdict.finish_reason
+            run.num_tokens += len(verdict.tokens)
+            run.num_draft_tokens += verdict.drafted
         policy.learn(work, verdicts, spent)
-        for w, verdict in zip(work, verdicts, strict=True):
-            if verdict.finish_reason:
+        for w in work:
+            if w.request.finish_reason:
                 scheduler.remove(w.request)
                 policy.release(w.request.request_id)
     return run
 
 
+def _verdict(work: Work, depth: int, branching: int, accepts: Accepts, dice: random.Random) -> Verdict:
+    request = work.request
+    have, accepted = len(request.new_tokens), 0
+    while accepted < depth and dice.random() < accepts(request.request_id, have + accepted, accepted):
+        accepted += 1
+    tokens, reason = request.crop([2] * (accepted + 1)) if work.samples else ([], None)
+    return Verdict(
+        torch.arange(work.num_rows), tokens, reason, None, min(accepted, len(tokens)), depth * branching, depth
+    )
+
+
 class Fixed:
-    """A policy that drafts the same number always, `static` with a cap of its own."""
+    """`static` with a cap of its own; 0 = no drafting."""
 
     name = "fixed"
     min_confidence = 0.0
@@ -140,11 +143,9 @@ class Fixed:
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def allot(self, work):  # type: ignore[no-untyped-def]
-        from dataclasses import replace
-
+    def allot(self, work: Sequence[Work]) -> Sequence[Work]:
         return [replace(w, max_draft_tokens=min(self.length, w.max_draft_tokens)) for w in work]
 
-    def learn(self, work, verdicts, draft_s) -> None: ...  # type: ignore[no-untyped-def]
+    def learn(self, work: Sequence[Work], verdicts: Sequence[Verdict], draft_s: float) -> None: ...
 
     def release(self, request_id: int) -> None: ...

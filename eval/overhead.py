@@ -1,0 +1,137 @@
+"""What a decode step costs beside the target's forward.
+
+python -m specdec.eval.overhead
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.table import Table
+from transformers.utils import logging as transformers_logging
+
+from specdec.api import LLM
+from specdec.errors import ConfigError, SpecdecError
+from specdec.eval.prompts import encode, load_texts
+from specdec.eval.provenance import provenance
+
+console = Console()
+_STAGES = ("forward", "schedule and verify", "draft", "rest of the step", "between steps")
+
+
+class _Watch:
+    """Collects the stages of decode steps: an engine's trace and a clock around its forward."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.steps: list[dict[str, float]] = []
+        self._forward_s, self._last = 0.0, 0.0
+        engine = llm.engine
+        self._run, engine.target.forward = engine.target.forward, self._forward  # type: ignore[method-assign]
+        engine.trace = self
+
+    def _forward(self, *args: Any) -> Any:
+        start = time.perf_counter()
+        result = self._run(*args)
+        self._forward_s = time.perf_counter() - start
+        return result
+
+    def record(self, event: Any) -> None:
+        now = time.perf_counter()
+        if not any(w.is_prefill for w in event.work):
+            self.steps.append(
+                {
+                    "forward": self._forward_s,
+                    "schedule and verify": event.verify_s - self._forward_s,
+                    "draft": event.draft_s,
+                    "rest of the step": event.total_s - event.verify_s - event.draft_s,
+                    "between steps": now - self._last - event.total_s if self._last else 0.0,
+                }
+            )
+        self._last = now
+
+
+def measure(config: Any) -> dict[str, Any]:
+    """Run the prompts and return the shares of each stage of their decode steps."""
+    if config.max_new_tokens < 2:
+        raise ConfigError(f"max_new_tokens={config.max_new_tokens}; allowed: at least 2, the first is prefill's")
+    engine = OmegaConf.to_container(config.engine, resolve=True) or {}
+    options = OmegaConf.to_container(config.drafter.options, resolve=True)
+    llm = LLM(
+        config.target.name,
+        dtype=config.target.dtype,
+        drafter=config.drafter.name,
+        drafter_options=options,
+        **engine,
+    )
+    texts, _ = load_texts(config.prompts)
+    prompts = encode(llm, texts, config.prompts.chat)
+    how: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "ignore_eos": True}
+    llm.generate(prompts[0], **how)
+    watch = _Watch(llm)
+    for _ in range(config.repeats):
+        for prompt in prompts:
+            watch._last = 0.0
+            # As a user does it: with text coming out.
+            for _piece in llm.stream(prompt, **how):
+                pass
+    total = sum(sum(step.values()) for step in watch.steps)
+    stages = {
+        name: {
+            "median_s": median(step[name] for step in watch.steps),
+            "share": sum(step[name] for step in watch.steps) / total,
+        }
+        for name in _STAGES
+    }
+    outside = [1 - step["forward"] / sum(step.values()) for step in watch.steps]
+    return {
+        "config": OmegaConf.to_container(config, resolve=True),
+        "provenance": provenance(),
+        "num_steps": len(watch.steps),
+        "stages": stages,
+        "share_outside_forward": 1 - stages["forward"]["share"],
+        "share_outside_forward_median": median(outside),
+    }
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table of a result."""
+    table = Table(title=f"{result['num_steps']} decode steps, drafter {result['config']['drafter']['name']}")
+    for column in ("stage", "median us", "share of decode time"):
+        table.add_column(column, justify="left" if column == "stage" else "right")
+    for name, stage in result["stages"].items():
+        table.add_row(name, f"{1e6 * stage['median_s']:.0f}", f"{stage['share']:.1%}")
+    console.print(table)
+    console.print(
+        f"outside the target's forward: {result['share_outside_forward']:.2%} of decode time, "
+        f"{result['share_outside_forward_median']:.2%} of the median step",
+        highlight=False,
+    )
+
+
+@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="overhead")
+def main(config: DictConfig) -> None:
+    """Measure, print and write."""
+    transformers_logging.set_verbosity_error()
+    try:
+        result = measure(config)
+    except SpecdecError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(2)
+    show(result)
+    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "overhead.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1))
+    console.print(f"written to {path}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

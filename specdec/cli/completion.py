@@ -1,0 +1,52 @@
+"""What a shell completes values to. Nothing here may import torch: it runs at every press of the tab key."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from specdec.models.builtin import BUILTIN_MODELS
+from specdec.registry import DRAFTERS, VERIFIERS
+
+# Also in `specdec.draft_length` and `specdec.models.dtypes`, which import torch; a test compares them.
+DRAFT_LENGTHS = ("static", "confidence", "cost_aware")
+DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32", "float64", "fp16", "fp32", "fp64")
+
+
+def drafters(incomplete: str) -> list[str]:
+    """Return the names of drafters that `incomplete` begins."""
+    return _beginning(incomplete, DRAFTERS.names())
+
+
+def verifiers(incomplete: str) -> list[str]:
+    """Return the names of verifiers that `incomplete` begins."""
+    return _beginning(incomplete, [*VERIFIERS.also, *VERIFIERS.names()])
+
+
+def draft_lengths(incomplete: str) -> list[str]:
+    """Return the names of policies of draft length that `incomplete` begins."""
+    return _beginning(incomplete, DRAFT_LENGTHS)
+
+
+def dtypes(incomplete: str) -> list[str]:
+    """Return the names of weight types that `incomplete` begins."""
+    return _beginning(incomplete, DTYPES)
+
+
+def models(incomplete: str) -> list[str]:
+    """Return built-in names, and the local directories and .gguf files that `incomplete` begins."""
+    folder, _, start = incomplete.rpartition("/")
+    here = Path(folder or ("/" if incomplete.startswith("/") else ".")).expanduser()
+    found = []
+    try:
+        for path in sorted(here.iterdir()):
+            hidden = path.name.startswith(".") and not start.startswith(".")
+            if path.name.startswith(start) and not hidden and (path.is_dir() or path.suffix.lower() == ".gguf"):
+                found.append(incomplete[: len(incomplete) - len(start)] + path.name + "/" * path.is_dir())
+    except OSError:
+        pass  # no such directory, or none to be read
+    return [*_beginning(incomplete, BUILTIN_MODELS), *found]
+
+
+def _beginning(incomplete: str, names: Iterable[str]) -> list[str]:
+    return [name for name in names if name.startswith(incomplete)]

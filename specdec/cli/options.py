@@ -1,0 +1,123 @@
+"""The options that commands share. Those left out (None) have the defaults of `LLM` and `EngineConfig`.
+
+Their defaults are written out here for the help alone; a test compares them.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from specdec.cli import completion
+
+_MODEL, _DRAFTING, _SAMPLING = "Model", "Drafting", "Sampling and stopping"
+
+Model = Annotated[
+    str,
+    typer.Option(
+        help="Built-in name, hub id, local directory or .gguf file.",
+        autocompletion=completion.models,
+        rich_help_panel=_MODEL,
+    ),
+]
+Dtype = Annotated[
+    str | None,
+    typer.Option(
+        help="float32, bf16, ..., auto.",
+        show_default="float32 on CPU, else auto",
+        autocompletion=completion.dtypes,
+        rich_help_panel=_MODEL,
+    ),
+]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda, ...", show_default="cpu", rich_help_panel=_MODEL)]
+DeviceMap = Annotated[
+    str | None,
+    typer.Option(help="Placement by Accelerate instead, such as auto.", show_default=False, rich_help_panel=_MODEL),
+]
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option("--trust-remote-code", help="Run Python code that comes with the model.", rich_help_panel=_MODEL),
+]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        help="Who proposes tokens; see `specdec list`.",
+        autocompletion=completion.drafters,
+        rich_help_panel=_DRAFTING,
+    ),
+]
+DrafterOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Option of the drafter; may be repeated.", rich_help_panel=_DRAFTING),
+]
+Verifier = Annotated[
+    str,
+    typer.Option(
+        help="Acceptance rule: auto, or a name from `specdec list`.",
+        autocompletion=completion.verifiers,
+        rich_help_panel=_DRAFTING,
+    ),
+]
+MaxDraftTokens = Annotated[
+    int | None, typer.Option(min=0, help="Most draft tokens per step.", show_default="4", rich_help_panel=_DRAFTING)
+]
+DraftLength = Annotated[
+    str | None,
+    typer.Option(
+        metavar="|".join(completion.DRAFT_LENGTHS),
+        help="Always the most, until the drafter is unsure, or as many as pay.",
+        show_default="static",
+        autocompletion=completion.draft_lengths,
+        rich_help_panel=_DRAFTING,
+    ),
+]
+ConfidenceThreshold = Annotated[
+    float | None,
+    typer.Option(
+        help="Of `confidence`: drafting ends after a token drafted with less.",
+        show_default="0.4",
+        rich_help_panel=_DRAFTING,
+    ),
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=0, help="Most tokens to generate.", show_default="128", rich_help_panel=_SAMPLING),
+]
+Stop = Annotated[
+    list[str] | None,
+    typer.Option(metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
+]
+IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens.", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="0", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float | None, typer.Option(help="1 is off.", show_default="1", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int | None, typer.Option(help="0 is off.", show_default="0", rich_help_panel=_SAMPLING)]
+MinP = Annotated[float | None, typer.Option(help="0 is off.", show_default="0", rich_help_panel=_SAMPLING)]
+Seed = Annotated[
+    int | None,
+    typer.Option(show_default=False, help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING),
+]
+
+
+def given(**options: Any) -> dict[str, Any]:
+    """Return the options that were given: the others keep their defaults where they are used."""
+    return {name: value for name, value in options.items() if value is not None}
+
+
+def parse_pairs(pairs: list[str] | None) -> dict[str, Any]:
+    """Return keyword arguments from NAME=VALUE; a value is JSON (4, 0.5, true, [1, 2]) or else a text.
+
+    Raises:
+        BadParameter: a pair has no name.
+    """
+    options: dict[str, Any] = {}
+    for pair in pairs or []:
+        name, equals, value = pair.partition("=")
+        if not equals or not name.isidentifier():
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="'--drafter-option'")
+        try:
+            options[name] = json.loads(value)
+        except ValueError:
+            options[name] = value
+    return options
