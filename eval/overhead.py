@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -23,6 +24,7 @@ from specdec.api import LLM
 from specdec.errors import ConfigError, SpecdecError
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
+from specdec.interfaces import FeatureSpec, Forward, Segment
 
 console = Console()
 _STAGES = ("forward", "schedule and verify", "draft", "rest of the step", "between steps")
@@ -35,12 +37,13 @@ class _Watch:
         self.steps: list[dict[str, float]] = []
         self._forward_s, self._last = 0.0, 0.0
         engine = llm.engine
-        self._run, engine.target.forward = engine.target.forward, self._forward  # type: ignore[method-assign]
+        self._run = engine.target.forward
+        engine.target.forward = self._forward  # type: ignore[method-assign]
         engine.trace = self
 
-    def _forward(self, *args: Any) -> Any:
+    def _forward(self, segments: Sequence[Segment], features: FeatureSpec = FeatureSpec()) -> Forward:
         start = time.perf_counter()
-        result = self._run(*args)
+        result = self._run(segments, features)
         self._forward_s = time.perf_counter() - start
         return result
 

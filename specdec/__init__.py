@@ -17,6 +17,8 @@ from specdec.errors import (
 
 if TYPE_CHECKING:
     from specdec.api import LLM, Completion, Piece
+from specdec.check import check as check_model
+from specdec.check import check_pair
     from specdec.generation import custom_generate, generate
 else:
     # Imported when first asked for: torch takes seconds, and the command line's help and completion do without.
@@ -53,6 +55,8 @@ __all__ = [
     "SpecdecError",
     "UnsupportedModelError",
     "WrongThreadError",
+    "check_model",
+    "check_pair",
     "custom_generate",
     "generate",
 ]

@@ -60,7 +60,7 @@ MAY_IMPORT: dict[str, set[str]] = {
 LOOKS_UP_NAMES = {"api", "build", "cli", "eval"}
 MAY_USE_HYDRA = {"eval", "cli", "configs"}
 MAY_PRINT = {"eval", "cli"}
-NO_TORCH = ("specdec/scheduler.py", "specdec/scheduler/", "specdec/kv/blocks.py")
+NO_TORCH = ("specdec/scheduler.py", "specdec/scheduler/", "specdec/draft_length/", "specdec/kv/blocks.py")
 FORBIDDEN_NAMES = {"utils.py", "helpers.py", "common.py"}
 ALLOWED_LONG: dict[str, str] = {}  # path -> why more than 500 lines
 # All that code outside specdec/models may take from transformers: no model, no cache.

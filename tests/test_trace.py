@@ -16,6 +16,7 @@ import pytest
 import torch
 from transformers import RepetitionPenaltyLogitsProcessor
 
+from specdec import LLM, generate
 from specdec.debug.read_trace import TracedRun, read_trace
 from specdec.engine import Engine
 from specdec.errors import ConfigError, InputError
@@ -209,6 +210,22 @@ def test_header_says_what_ran(tmp_path: Path) -> None:
     assert header["engine"]["max_draft_tokens"] == 3
 
 
+def test_every_field_is_documented(tmp_path: Path) -> None:
+    class Tokenizer:
+        def decode(self, ids: list[int]) -> str:
+            return "x"
+
+    engine = traced(tmp_path / "t.jsonl")
+    header = run_header(engine.target, engine.drafter, engine.verifiers, engine.config)
+    engine.trace = TraceFile(tmp_path / "t.jsonl", header, Tokenizer())
+    run(engine)
+    lines = [json.loads(line) for line in (tmp_path / "t.jsonl").read_text().splitlines()]
+    names = {name for line in lines for name in line} | {n for s in lines[1:] for e in s["requests"] for n in e}
+    text = (Path(__file__).parents[1] / "docs" / "debug.md").read_text()
+    assert len(names) > 25
+    assert [name for name in sorted(names) if f"`{name}`" not in text] == []
+
+
 def test_texts_of_tokens(tmp_path: Path) -> None:
     class Tokenizer:
         def decode(self, ids: list[int]) -> str:
@@ -280,6 +297,21 @@ class TestEnvironment:
         engine.trace = self.of(engine)
         run(engine)
         assert only_run(tmp_path / "t.jsonl").header["drafter"] == "ngram"
+
+    def test_every_door_is_traced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        path = tmp_path / "t.jsonl"
+        monkeypatch.setenv(VARIABLE, str(path))
+        model = model_of(named("llama"))
+        llm = LLM(model, drafter="ngram")
+        done = [llm.generate(prompt, max_new_tokens=8)[0].token_ids for prompt in PROMPTS]
+        generate(model, one(PROMPTS[0]), drafter="oracle", max_new_tokens=8)
+        runs = read_trace(path).runs
+        assert [r.header["drafter"] for r in runs] == ["ngram", "oracle"]
+        emitted = [[t for e in runs[0].of(i) for t in e["emitted"]] for i in runs[0].request_ids]
+        assert emitted == done
+        monkeypatch.setenv(VARIABLE, str(tmp_path))
+        with pytest.raises(ConfigError, match="cannot be written"):
+            LLM(model)
 
     @pytest.mark.parametrize("name", [".", "absent/t.jsonl", "a\0b"])
     def test_a_path_that_cannot_be_written(self, name: str, tmp_path: Path) -> None:

@@ -21,20 +21,17 @@ def chat_command(
     drafter: given_as.Drafter = "none",
     drafter_option: given_as.DrafterOption = None,
     verifier: given_as.Verifier = "auto",
-    max_draft_tokens: given_as.MaxDraftTokens = None,
-    draft_length: given_as.DraftLength = None,
-    confidence_threshold: given_as.ConfidenceThreshold = None,
+    max_draft_tokens: given_as.MaxDraftTokens = given_as.DEFAULTS["max_draft_tokens"],
+    draft_length: given_as.DraftLength = given_as.DEFAULTS["draft_length"],
+    confidence_threshold: given_as.ConfidenceThreshold = given_as.DEFAULTS["confidence_threshold"],
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Most tokens per answer.", show_default="512", rich_help_panel="Sampling and stopping"
-        ),
-    ] = None,
+        int, typer.Option(min=1, help="Most tokens per answer.", rich_help_panel="Sampling and stopping")
+    ] = 512,
     stop: given_as.Stop = None,
-    temperature: given_as.Temperature = None,
-    top_p: given_as.TopP = None,
-    top_k: given_as.TopK = None,
-    min_p: given_as.MinP = None,
+    temperature: given_as.Temperature = given_as.DEFAULTS["temperature"],
+    top_p: given_as.TopP = given_as.DEFAULTS["top_p"],
+    top_k: given_as.TopK = given_as.DEFAULTS["top_k"],
+    min_p: given_as.MinP = given_as.DEFAULTS["min_p"],
     seed: given_as.Seed = None,
     dtype: given_as.Dtype = None,
     device: given_as.Device = None,
@@ -47,7 +44,7 @@ def chat_command(
     Ctrl-C ends an answer, Ctrl-D the chat.
     """
     wanted = given_as.given(
-        max_new_tokens=512 if max_new_tokens is None else max_new_tokens,
+        max_new_tokens=max_new_tokens,
         stop=stop or None,
         temperature=temperature,
         top_p=top_p,

@@ -1,7 +1,4 @@
-"""The options that commands share. Those left out (None) have the defaults of `LLM` and `EngineConfig`.
-
-Their defaults are written out here for the help alone; a test compares them.
-"""
+"""The options that commands share."""
 
 from __future__ import annotations
 
@@ -11,6 +8,18 @@ from typing import Annotated, Any
 import typer
 
 from specdec.cli import completion
+
+# Also in `LLM.generate` and `EngineConfig`, which import torch; a test compares them.
+DEFAULTS: dict[str, Any] = {
+    "max_new_tokens": 128,
+    "temperature": 0.0,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "max_draft_tokens": 4,
+    "draft_length": "static",
+    "confidence_threshold": 0.4,
+}
 
 _MODEL, _DRAFTING, _SAMPLING = "Model", "Drafting", "Sampling and stopping"
 
@@ -60,40 +69,36 @@ Verifier = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
-MaxDraftTokens = Annotated[
-    int | None, typer.Option(min=0, help="Most draft tokens per step.", show_default="4", rich_help_panel=_DRAFTING)
-]
+MaxDraftTokens = Annotated[int, typer.Option(min=0, help="Most draft tokens per step.", rich_help_panel=_DRAFTING)]
 DraftLength = Annotated[
-    str | None,
+    str,
     typer.Option(
-        metavar="|".join(completion.DRAFT_LENGTHS),
-        help="Always the most, until the drafter is unsure, or as many as pay.",
-        show_default="static",
+        metavar="NAME",
+        help="static: always the most; confidence: until the drafter is unsure; cost_aware: as many as pay.",
         autocompletion=completion.draft_lengths,
         rich_help_panel=_DRAFTING,
     ),
 ]
 ConfidenceThreshold = Annotated[
-    float | None,
+    float,
     typer.Option(
         help="Of `confidence`: drafting ends after a token drafted with less.",
-        show_default="0.4",
         rich_help_panel=_DRAFTING,
     ),
 ]
 MaxNewTokens = Annotated[
-    int | None,
-    typer.Option(min=0, help="Most tokens to generate.", show_default="128", rich_help_panel=_SAMPLING),
+    int,
+    typer.Option(min=0, help="Most tokens to generate.", rich_help_panel=_SAMPLING),
 ]
 Stop = Annotated[
     list[str] | None,
     typer.Option(metavar="TEXT", help="End before this text; may be repeated.", rich_help_panel=_SAMPLING),
 ]
 IgnoreEos = Annotated[bool, typer.Option("--ignore-eos", help="Go on to --max-new-tokens.", rich_help_panel=_SAMPLING)]
-Temperature = Annotated[float | None, typer.Option(help="0 is greedy.", show_default="0", rich_help_panel=_SAMPLING)]
-TopP = Annotated[float | None, typer.Option(help="1 is off.", show_default="1", rich_help_panel=_SAMPLING)]
-TopK = Annotated[int | None, typer.Option(help="0 is off.", show_default="0", rich_help_panel=_SAMPLING)]
-MinP = Annotated[float | None, typer.Option(help="0 is off.", show_default="0", rich_help_panel=_SAMPLING)]
+Temperature = Annotated[float, typer.Option(help="0 is greedy.", rich_help_panel=_SAMPLING)]
+TopP = Annotated[float, typer.Option(help="1 is off.", rich_help_panel=_SAMPLING)]
+TopK = Annotated[int, typer.Option(help="0 is off.", rich_help_panel=_SAMPLING)]
+MinP = Annotated[float, typer.Option(help="0 is off.", rich_help_panel=_SAMPLING)]
 Seed = Annotated[
     int | None,
     typer.Option(show_default=False, help="The same seed gives the same tokens.", rich_help_panel=_SAMPLING),

@@ -104,8 +104,8 @@ class LogView(logging.Handler):
             column = Column(no_wrap=True, overflow="ellipsis")
             self._progress = Progress(
                 SpinnerColumn("dots", style="dim"),
-                TextColumn("{task.description}", style="dim", markup=False, table_column=column),
                 _Bar(bar_width=20),
+                TextColumn("{task.description}", style="dim", markup=False, table_column=column),
                 console=self._console,
                 refresh_per_second=_REFRESHES_PER_S,
                 transient=True,

@@ -28,6 +28,7 @@ from specdec.debug.near_tie import near_tie_limit
 from specdec.debug.watch import Watch, Watched
 from specdec.errors import ConfigError, InputError, SpecdecError
 from specdec.interfaces import Drafter, SamplingParams, Verifier
+from specdec.sampling import check_sampling
 from specdec.trace import VARIABLE, Trace, TraceFile, json_text, run_header
 
 _GENERATE = {n for n, p in inspect.signature(LLM.generate).parameters.items() if p.kind is p.KEYWORD_ONLY}
@@ -84,6 +85,8 @@ def diverge(
         InputError: a prompt cannot be generated from.
     """
     asked = {name: options.pop(name) for name in sorted(_GENERATE) if name in options}
+    sampling = SamplingParams(temperature=asked.get("temperature", 0.0), seed=asked.get("seed"))
+    check_sampling(sampling)  # before a model is loaded for minutes
     drafting = LLM(
         model,
         drafter=drafter,
@@ -97,7 +100,6 @@ def diverge(
         **options,
     )
     limit = near_tie_limit(drafting.engine.target.dtype, near_tie)
-    sampling = SamplingParams(temperature=asked.get("temperature", 0.0), seed=asked.get("seed"))
     rule = drafting.engine.verifiers.of(sampling, drafting.engine.drafter.samples)
     _check_comparable(sampling, rule)
     plain = LLM(drafting.model, drafter="none", verifier="match", tokenizer=drafting.tokenizer, **options)

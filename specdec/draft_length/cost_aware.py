@@ -62,7 +62,7 @@ class CostAwareLength:
     drafted whole or not at all. A request that is not drafted for is tried again with one token after 64 tokens, then
     after twice as many each time it fails; such tries take at most half a percent of the time.
 
-    Choices are a deterministic function of `step_times` and of what `learn` heard.
+    Choices are a deterministic function of `step_times`, t(M), and of what `learn` heard.
 
     Source: maximising tokens per predicted latency over draft lengths is the goodput of SmartSpec, Liu et al. 2024,
     arXiv 2406.14066.
@@ -72,7 +72,7 @@ class CostAwareLength:
     min_confidence = 0.0
 
     def __init__(self, step_times: StepTimes) -> None:
-        self._times = step_times
+        self.step_times = step_times
         self._seconds = [step_times.at(1)]  # [m]; nothing runs without rows
         self._everyone = all_acceptance()
         self._cost = DraftCost(self._step_s)
@@ -129,7 +129,7 @@ class CostAwareLength:
 
     def _step_s(self, rows: int) -> float:
         while len(self._seconds) <= rows:
-            self._seconds.append(self._times.at(len(self._seconds)))
+            self._seconds.append(self.step_times.at(len(self._seconds)))
         return self._seconds[rows]
 
     def _worth(self, work: Sequence[Work], gains: list[list[float]], costs: Costs, width: int) -> float | None:

@@ -180,8 +180,8 @@ def _check_folder(folder: Path) -> None:
     if ggufs:
         message += f"; it holds {ggufs[0].name}: give the path of that file"
     elif (folder / "adapter_config.json").is_file():
-        message += "; it holds a PEFT adapter: merge it into its base model and save the result, or pass the object that "
-        message += "peft.AutoPeftModelForCausalLM.from_pretrained() gives"
+        message += "; it holds a PEFT adapter: merge it into its base model and save the result, or pass the object "
+        message += "that peft.AutoPeftModelForCausalLM.from_pretrained() gives"
     raise ModelLoadError(message)
 
 

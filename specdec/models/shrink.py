@@ -54,6 +54,7 @@ class _Sizes:
     new_head_dim: int
     hidden: int
     new_hidden: int
+    positions: int
     latent: bool
 
 
@@ -107,6 +108,7 @@ def _sizes(config: Any, data: dict[str, Any]) -> _Sizes:
         new_head_dim=new_head_dim,
         hidden=hidden,
         new_hidden=new_heads * per_head,
+        positions=max(1, max((data.get(name) or 0 for name in _POSITION_COUNT), default=0)),
         latent=bool(data.get("kv_lora_rank")),
     )
 
@@ -175,6 +177,11 @@ def _rules(sizes: _Sizes) -> Sequence[_Rule]:
         (named(_HEAD_DIMS), head_dim),
         (named({"rotary_dim"}), lambda value: max(2, value * sizes.new_head_dim // sizes.head_dim // 2 * 2)),
         (named(_POSITION_COUNT), at_most(POSITIONS)),
+        # RoPE scaling keeps its factor.
+        (
+            named({"original_max_position_embeddings"}),
+            lambda value: max(1, value * min(sizes.positions, POSITIONS) // sizes.positions),
+        ),
         (named(_EXPERT_COUNT), at_most(_EXPERTS)),
         (named(_CHOSEN_EXPERTS), at_most(2)),
         (named(_EXPERT_GROUPS), at_most(2)),

@@ -355,6 +355,7 @@ def test_both_runs_are_traced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     ("options", "error", "message"),
     [
         ({"temperature": 0.5}, ConfigError, "pass seed="),
+        ({"temperature": -1.0}, ConfigError, "temperature must be"),
         ({"temperature": 0.5, "seed": 1, "verifier": "rejection"}, ConfigError, "pass verifier='match'"),
         ({"drafter": "ngarm"}, ConfigError, "did you mean 'ngram'"),
         ({"max_new_token": 3}, ConfigError, "max_new_token"),

@@ -47,7 +47,8 @@ def ratios(times: Times, cost: float, rate: float, batch: int, rounds: int, seed
 def test_fault_24_and_25_it_never_loses_to_no_drafting(shape: str, batch: int) -> None:
     worst = {}
     for cost, rate in itertools.product((0.002, 0.2, 0.44, 1.0), (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)):
-        worst[cost, rate] = statistics.fmean(ratios(SHAPES[shape], cost, rate, batch, rounds=2))
+        found = ratios(SHAPES[shape], cost, rate, batch, rounds=2, seeds=4 if batch < 16 else 2)
+        worst[cost, rate] = statistics.fmean(found)
     assert min(worst.values()) >= 0.98, {k: v for k, v in worst.items() if v < 0.98}
 
 
@@ -107,10 +108,10 @@ def test_an_expensive_try_is_rarer() -> None:
 
 def test_a_new_request_starts_from_what_others_showed() -> None:
     policy = CostAwareLength(CPU)
-    first = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60], prompt=PROMPT)
+    first = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60] * 3, prompt=PROMPT)
     assert first.num_draft_tokens > 3
-    later = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60], prompt=PROMPT, first=1)
-    assert later.num_draft_tokens <= 1
+    later = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60] * 3, prompt=PROMPT, first=3)
+    assert later.num_draft_tokens <= 3, "a try each at most"
 
 
 def test_drafting_resumes_when_the_text_changes() -> None:
@@ -141,7 +142,7 @@ def test_requests_are_told_apart() -> None:
     )
     depths = {n: [d for request, _, d in run.drafted if request == n] for n in range(4)}
     assert statistics.fmean(depths[2][5:]) > 3
-    assert all(len(depths[n]) < 20 for n in (0, 1, 3))
+    assert all(len(depths[n]) < 32 for n in (0, 1, 3))
 
 
 def test_fault_25_drafts_shrink_as_the_batch_grows() -> None:

@@ -123,6 +123,18 @@ class TestAdaptersRun:
             assert llm.generate(PROMPTS[1], max_new_tokens=NUM_NEW)[0].token_ids == plain
         assert llm.generate(PROMPTS[1], max_new_tokens=NUM_NEW)[0].token_ids == theirs(model, PROMPTS[1]) != plain
 
+    def test_through_the_model_s_own_generate(self) -> None:
+        model, ids = adapted(lora()), one(PROMPTS[1])
+        out = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=NUM_NEW,
+            do_sample=False,
+            custom_generate=specdec.custom_generate,
+            drafter="ngram",
+        )
+        assert out[0, ids.shape[1] :].tolist() == theirs(model, PROMPTS[1])
+
     def test_a_draft_model_may_have_them(self) -> None:
         target, draft = build(named("llama")), adapted(lora())
         want = reference(target, PROMPTS[1], NUM_NEW)

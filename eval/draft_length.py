@@ -1,0 +1,236 @@
+"""Does the cost-aware draft length ever lose, and does it take what there is: sweeps over acceptance, cost and batch.
+
+python -m specdec.eval.draft_length
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import hydra
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import Progress
+from transformers.utils import logging as transformers_logging
+
+from specdec.api import LLM
+from specdec.errors import ConfigError, SpecdecError
+from specdec.eval.draft_length_tables import markdown, show
+from specdec.eval.prompts import encode, load_texts
+from specdec.eval.provenance import provenance
+from specdec.eval.ratios import speedup
+from specdec.eval.timing import Sample, Variant, engine_variant, run_rotated
+from specdec.interfaces import SamplingParams
+from specdec.registry import VERIFIERS
+from specdec.request import StopRules
+
+console = Console()
+
+
+class _Bench:
+    """The target, its prompts and the LLMs that share its weights."""
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
+        self.none = LLM(config.target.name, dtype=config.target.dtype, drafter="none")
+        texts, _ = load_texts(config.prompts)
+        self.prompts = encode(self.none, texts, config.prompts.chat)
+
+    def llm(self, drafter: str, policy: str, verifier: Any = "auto") -> LLM:
+        """Return an LLM over the same model whose policy knows nothing yet."""
+        return LLM(
+            self.none.model,
+            tokenizer=self.none.tokenizer,
+            drafter=drafter,
+            verifier=verifier,
+            draft_length=policy,
+            max_draft_tokens=self.config.static_tokens if policy == "static" else self.config.most_tokens,
+        )
+
+    def batches(self, size: int) -> list[list[list[int]]]:
+        """Return the prompts in batches of `size`, from the first one again where they run out."""
+        doubled = self.prompts * (1 + size // len(self.prompts))
+        return [doubled[i : i + size] for i in range(0, max(1, len(self.prompts) - size + 1), size)]
+
+
+def _batch_variant(llm: LLM, batches: Sequence[list[list[int]]], max_new_tokens: int) -> Variant:
+    """Return a variant that generates for batch `number`; its decode time ends with the last request's last token."""
+
+    def run(number: list[int]) -> Sample:
+        done = llm.generate(batches[number[0] % len(batches)], max_new_tokens=max_new_tokens, ignore_eos=True)
+        emissions = [c.stats.emissions for c in done]
+        first, last = max(e[0][0] for e in emissions), max(e[-1][0] for e in emissions)
+        ids = [token for c in done for token in c.token_ids]
+        return Sample(0, 0, len(ids), 0.0, last - first, last - first, ids)
+
+    return run
+
+
+def _ratio(none: list[Sample], other: list[Sample]) -> dict[str, Any]:
+    return asdict(speedup(none, other, lambda s: s.decode_s))
+
+
+def sweep(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
+    """Return the ratios to no drafting for every drafter, batch size and acceptance."""
+    config = bench.config
+    cells = [(d, b, r) for d in config.drafters for b in config.batch_sizes for r in config.rates]
+    bar = progress.add_task("sweep", total=len(cells))
+    found = []
+    for drafter, size, rate in cells:
+        found.append(_cell(bench, drafter, size, rate))
+        progress.advance(bar)
+    return found
+
+
+def _cell(bench: _Bench, drafter: str, size: int, rate: float) -> dict[str, Any]:
+    config, batches = bench.config, bench.batches(size)
+    rule = VERIFIERS.load("synthetic")(rate)
+
+    def variant(llm: LLM) -> Variant:
+        return _batch_variant(llm, batches, config.max_new_tokens)
+
+    none, aware = variant(bench.none), variant(bench.llm(drafter, "cost_aware", rule))
+    first = aware([0])  # of a policy that knows nothing
+    # "none" twice: what the machine makes of two equal runs is the noise.
+    variants = {"none": none, "cost_aware": aware, "none again": none}
+    samples: dict[str, list[Sample]] = {name: [] for name in variants}
+    for number in range(config.rounds):
+        for name in [*list(variants)[number % 3 :], *list(variants)[: number % 3]]:
+            samples[name].append(variants[name]([number]))
+            samples[name][-1].prompt = number
+    static = variant(bench.llm(drafter, "static", rule))([0])
+    plain = samples["none"][:1]
+    return {
+        "drafter": drafter,
+        "batch_size": size,
+        "rate": rate,
+        "cost_aware": _ratio(samples["none"] + samples["none again"], samples["cost_aware"] * 2),
+        "first": _ratio(plain, [first])["median"],
+        "static": _ratio(plain, [static])["median"],
+        "noise": _ratio(samples["none"], samples["none again"]),
+        "none_s": statistics.median(s.decode_s for s in samples["none"]),
+    }
+
+
+def hopeless(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
+    """Return when drafters that are always wrong were switched off, and what it cost, in a first request."""
+    config = bench.config
+    bar = progress.add_task("hopeless", total=len(config.hopeless) * config.hopeless_repeats)
+    rows = []
+    for drafter in config.hopeless:
+        runs, plain = [], []
+        for repeat in range(config.hopeless_repeats):
+            prompt = bench.prompts[repeat % len(bench.prompts)]
+            plain.append(_stepwise(bench.none, prompt, config.hopeless_tokens))
+            runs.append(_stepwise(bench.llm(drafter, "cost_aware"), prompt, config.hopeless_tokens))
+            progress.advance(bar)
+        rows.append(
+            {
+                "drafter": drafter,
+                "last_drafted_at": max(max((at for at in r["drafted_at"] if at < 64), default=0) for r in runs),
+                "num_draft_tokens": max(r["num_draft_tokens"] for r in runs),
+                "num_accepted": max(r["num_accepted"] for r in runs),
+                "ratio": statistics.median(p["decode_s"] / r["decode_s"] for p, r in zip(plain, runs, strict=True)),
+                "runs": runs,
+            }
+        )
+    return rows
+
+
+def _stepwise(llm: LLM, prompt: list[int], max_new_tokens: int) -> dict[str, Any]:
+    """Run one request step by step and note after how many tokens it was drafted for."""
+    engine = llm.engine
+    request = engine.add_request(prompt, SamplingParams(), StopRules(max_new_tokens=max_new_tokens))
+    drafted_at = []
+    while engine.has_unfinished:
+        before, had = request.stats.num_draft_tokens, len(request.new_tokens)
+        engine.step()
+        if request.stats.num_draft_tokens > before:
+            drafted_at.append(had)
+    stats = request.stats
+    engine.forget(request.request_id)
+    return {
+        "drafted_at": drafted_at,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_accepted": stats.num_accepted_tokens,
+        "decode_s": stats.emissions[-1][0] - stats.emissions[0][0],
+    }
+
+
+def real(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
+    """Return the ratios to no drafting of real drafters under the lossless rule, and whether the ids are the same."""
+    config = bench.config
+    llms = {(d, p): bench.llm(d, p) for d in config.real for p in ("static", "cost_aware")}
+    how = (config.real_tokens, 0.0, None)
+    variants = {"none": engine_variant(bench.none, *how)}
+    variants |= {f"{d} {p}": engine_variant(llm, *how) for (d, p), llm in llms.items()}
+    samples = run_rotated(variants, bench.prompts[: config.real_prompts], config.real_repeats, progress)
+    none = samples["none"]
+    rows = []
+    for drafter, policy in llms:
+        ours = samples[f"{drafter} {policy}"]
+        stats = [s.stats for s in ours if s.stats is not None]
+        drafted, steps = sum(s.num_draft_tokens for s in stats), sum(s.num_steps for s in stats)
+        rows.append(
+            {
+                "drafter": drafter,
+                "policy": policy,
+                "ratio": _ratio(none, ours),
+                "draft_tokens_per_step": drafted / steps,
+                "acceptance_rate": sum(s.num_accepted_tokens for s in stats) / drafted if drafted else None,
+                "identical": sum(a.token_ids == b.token_ids for a, b in zip(none, ours, strict=True)),
+                "of": len(ours),
+            }
+        )
+    return rows
+
+
+def measure(config: Any) -> dict[str, Any]:
+    """Run everything a config describes and return what was measured."""
+    if config.rounds < 1 or config.max_new_tokens < 2:
+        raise ConfigError(
+            f"rounds={config.rounds}, max_new_tokens={config.max_new_tokens}; allowed: at least 1 round and 2 tokens, "
+            "the first of which is prefill's"
+        )
+    bench = _Bench(config)
+    times = getattr(bench.llm("none", "cost_aware").engine.draft_length, "step_times", None)
+    with Progress(console=console, transient=True) as progress:
+        result = {
+            "config": OmegaConf.to_container(config, resolve=True),
+            "provenance": provenance(),
+            "step_times": None if times is None else asdict(times),
+            "sweep": sweep(bench, progress),
+            "hopeless": hopeless(bench, progress),
+            "real": real(bench, progress),
+        }
+    return result
+
+
+@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_length")
+def main(config: DictConfig) -> None:
+    """Measure, print and write."""
+    logging.getLogger("specdec").setLevel(logging.INFO)
+    transformers_logging.set_verbosity_error()
+    try:
+        result = measure(config)
+    except SpecdecError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(2)
+    show(result, console)
+    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "draft_length.json")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1))
+    path.with_suffix(".md").write_text(markdown(result))
+    console.print(f"written to {path} and {path.with_suffix('.md').name}", highlight=False)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The policies by name, and through an engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from specdec.draft_length import DRAFT_LENGTHS, CostAwareLength, build_draft_length
+from specdec.errors import ConfigError, SpecdecError
+from specdec.interfaces import SamplingParams
+from specdec.request import Request, StopRules
+from specdec.scheduler import Work
+from tests.decoding import add, engine_of, prompts, reference
+from tests.draft_length.simulator import CPU
+from tests.models.architectures import model_of, named
+
+
+def refuse() -> Any:
+    raise AssertionError("nothing is timed for this policy")
+
+
+def test_by_name() -> None:
+    static = build_draft_length("static", step_times=refuse)
+    sure = build_draft_length("confidence", step_times=refuse, confidence_threshold=0.3)
+    aware = build_draft_length("cost_aware", step_times=lambda: CPU)
+    policies = (static, sure, aware)
+    assert tuple(p.name for p in policies) == DRAFT_LENGTHS
+    assert [p.min_confidence for p in policies] == [0.0, 0.3, 0.0]
+    work = [Work(Request(0, [1, 2], SamplingParams(), StopRules(max_new_tokens=9), 0), 1, 4, True, False)]
+    assert static.allot(work) is work
+    assert sure.allot(work) is work
+    for policy in policies:
+        policy.release(7)  # never seen: nothing happens
+
+
+def test_unknown_names_and_thresholds_are_refused() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'cost_aware'"):
+        build_draft_length("cost_awar", step_times=refuse)
+    for threshold in (-0.1, 1.5, float("nan"), True, "0.4"):
+        with pytest.raises(SpecdecError, match=r"confidence_threshold=.*allowed"):
+            build_draft_length("confidence", step_times=refuse, confidence_threshold=threshold)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options"),
+    [("adversary", {}), ("random", {}), ("oracle", {"accept_rate": 0.8}), ("oracle", {"width": 2}), ("ngram", {})],
+)
+@pytest.mark.parametrize("batch", [1, 3])
+def test_fault_01_the_output_is_the_targets(drafter: str, options: dict[str, Any], batch: int) -> None:
+    model = model_of(named("llama"))
+    engine = engine_of(model, drafter, options, max_draft_tokens=6)
+    engine.draft_length = CostAwareLength(CPU)
+    texts = prompts(*(3 + 4 * i for i in range(batch)))
+    requests = [add(engine, text, 40) for text in texts]
+    while engine.has_unfinished:
+        engine.step()
+    assert [r.new_tokens for r in requests] == [reference(model, text, 40) for text in texts]
+
+
+def test_fault_24_an_adversary_is_switched_off_in_the_engine() -> None:
+    model = model_of(named("llama"))
+    engine = engine_of(model, "adversary", max_draft_tokens=4)
+    engine.draft_length = CostAwareLength(CPU)
+    request = add(engine, prompts(5)[0], 60)
+    drafted_at = []
+    while engine.has_unfinished:
+        before, had = request.stats.num_draft_tokens, len(request.new_tokens)
+        engine.step()
+        if request.stats.num_draft_tokens > before:
+            drafted_at.append(had)
+    assert drafted_at
+    assert max(drafted_at) <= 32
