@@ -17,23 +17,29 @@ from specdec.errors import (
 
 if TYPE_CHECKING:
     from specdec.api import LLM, Completion, Piece
-from specdec.check import check as check_model
-from specdec.check import check_pair
+    from specdec.check import check as check_model
+    from specdec.check import check_pair
     from specdec.generation import custom_generate, generate
 else:
     # Imported when first asked for: torch takes seconds, and the command line's help and completion do without.
     _HOMES = {
-        "LLM": "specdec.api",
-        "Completion": "specdec.api",
-        "Piece": "specdec.api",
-        "custom_generate": "specdec.generation",
-        "generate": "specdec.generation",
+        "LLM": "specdec.api:LLM",
+        "Completion": "specdec.api:Completion",
+        "Piece": "specdec.api:Piece",
+        "check_model": "specdec.check:check",
+        "check_pair": "specdec.check:check_pair",
+        "custom_generate": "specdec.generation:custom_generate",
+        "generate": "specdec.generation:generate",
     }
+    _SUBPACKAGES = ("check", "debug", "drafters", "verifiers")
 
     def __getattr__(name: str) -> object:
+        if name in _SUBPACKAGES:
+            return import_module(f"specdec.{name}")
         if name not in _HOMES:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = globals()[name] = getattr(import_module(_HOMES[name]), name)
+        home, _, attribute = _HOMES[name].partition(":")
+        value = globals()[name] = getattr(import_module(home), attribute)
         return value
 
     def __dir__() -> list[str]:

@@ -79,7 +79,7 @@ def check_command(
 
 def _print_report(out: Console, report: dict[str, Any]) -> None:
     style, meaning = _VERDICTS.get(report["verdict"], ("", ""))
-    out.print(Text.assemble((plain(report["name"]), "bold"), ": ", (meaning or report["verdict"], style)))
+    _print_wrapped(out, Text.assemble((plain(report["name"]), "bold"), ": ", (meaning or report["verdict"], style)))
     if report.get("feature"):
         _paragraph(out, "why", report["feature"])
     if report.get("advice"):
@@ -108,7 +108,7 @@ def _print_pair(out: Console, pair: dict[str, Any]) -> None:
     out.print()
     fits = pair["fits"]
     style, meaning = ("green", "fits as draft model") if fits else ("red", "does not fit as draft model")
-    out.print(Text.assemble((plain(pair["draft"]), "bold"), ": ", (meaning, style)))
+    _print_wrapped(out, Text.assemble((plain(pair["draft"]), "bold"), ": ", (meaning, style)))
     if pair.get("reason"):
         _paragraph(out, "why", pair["reason"])
     for warning in pair.get("warnings") or ():
@@ -116,7 +116,11 @@ def _print_pair(out: Console, pair: dict[str, Any]) -> None:
 
 
 def _paragraph(out: Console, head: str, text: str) -> None:
-    out.print(Text.assemble((head, "bold"), f": {plain(text)}"))
+    _print_wrapped(out, Text.assemble((head, "bold"), f": {plain(text)}"))
+
+
+def _print_wrapped(out: Console, text: Text) -> None:
+    out.print(text, soft_wrap=not out.is_terminal)  # a file, or grep, gets whole paragraphs
 
 
 def _facts(facts: dict[str, Any]) -> Table:

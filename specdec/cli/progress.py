@@ -56,10 +56,11 @@ class LogView(logging.Handler):
                 self._say(message)
             else:
                 self._held.append(message)
-        elif self._doing and self._console.is_terminal and (steps or self._progress):
-            self._show(message, steps)
-        elif self._doing and record.levelno >= logging.INFO:
-            self._say(message)
+        elif self._doing and (steps or record.levelno >= logging.INFO):
+            if self._console.is_terminal and (steps or self._progress):
+                self._show(message, steps)
+            elif record.levelno >= logging.INFO:
+                self._say(message)
 
     def _say(self, message: str) -> None:
         say(message, console=self._console)  # above a bar, which is on the same console

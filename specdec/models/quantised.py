@@ -2,6 +2,9 @@
 
 A step runs one row per draft token beside the rows of other requests. Weight-only quantisation computes each row by
 itself, so it runs; where activations are quantised with one scale for all rows, a row depends on its neighbours.
+
+On CPUs with AVX512-BF16, bitsandbytes repacks 4-bit weights in a layer's first forward. Of a model that has run, the
+engine's copy shares the repacked weights; of one that has not, it makes its own.
 """
 
 from __future__ import annotations
@@ -15,6 +18,7 @@ from specdec.models.clone import wraps_tensors
 
 # Layers of torch.ao's eager "dynamic" quantisation share one activation scale among all rows of a call.
 _DYNAMIC = ("torch.ao.nn.quantized.dynamic", "torch.nn.quantized.dynamic")
+_CODES = (torch.int8, torch.uint8, torch.int16, torch.int32)  # int64 holds positions, bool masks
 _FLOAT8 = tuple(getattr(torch, name) for name in dir(torch) if name.startswith("float8_"))
 
 
@@ -48,8 +52,7 @@ def _is_code(tensor: Tensor) -> bool:
     """Tell whether a parameter or buffer holds quantised weights: a matrix of integers, or a tensor that wraps one."""
     if wraps_tensors(tensor):
         return not type(tensor).__module__.startswith("torch.distributed")
-    is_integer = not tensor.is_floating_point() and not tensor.is_complex() and tensor.dtype != torch.bool
-    return tensor.dim() >= 2 and (is_integer or tensor.dtype in _FLOAT8)
+    return tensor.dim() >= 2 and (tensor.dtype in _FLOAT8 or tensor.dtype in _CODES)
 
 
 def coupled_rows(model: nn.Module) -> str | None:

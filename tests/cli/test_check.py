@@ -38,7 +38,9 @@ def test_a_model_that_runs(model: str) -> None:
     assert "runs, with chains and trees of draft tokens" in result.stdout
     for word in ("LlamaForCausalLM", "kv_bytes_per_token", "4,096", "self_int8", "can run"):
         assert word in result.stdout
-    assert max(map(len, result.stdout.splitlines()[1:])) <= 80
+    assert (
+        max(map(len, result.stdout.splitlines()[1:])) <= 80
+    )  # the table; the first line is the model's path and verdict
 
 
 def test_json_is_the_report(model: str) -> None:

@@ -26,7 +26,8 @@ from specdec.models.build import build_runner
 from specdec.models.clone import clone_sharing_parameters, fingerprint
 from specdec.models.quantised import coupled_rows, quantisation_of
 from tests.decoding import one, prompts, reference
-from tests.models.architectures import build, model_of, named
+from tests.models import test_multimodal
+from tests.models.architectures import SUPPORTED, build, model_of, named
 
 PROMPTS = prompts(3, 7, 12)
 NUM_NEW = 12
@@ -162,8 +163,10 @@ class TestNames:
             specdec.LLM(model, drafter="self_int8")
 
     def test_models_that_are_not_quantised(self) -> None:
-        for name in ("llama", "gpt2", "gemma3", "qwen3_moe", "deepseek_v3"):
-            assert quantisation_of(model_of(named(name))) is None
+        for architecture in SUPPORTED:
+            assert quantisation_of(model_of(architecture)) is None
+        for kind in ("llava", "gemma3", "qwen2_5_vl"):  # their image towers hold numbered positions
+            assert quantisation_of(test_multimodal.model_for(kind)) is None
         model = build(named("llama"))
         model.config.quantization_config = {"quant_method": "gguf"}  # what a dequantised model may still declare
         assert quantisation_of(model) is None
