@@ -120,11 +120,11 @@ def _title(result: dict[str, Any]) -> str:
 
 def _notes(result: dict[str, Any], values: dict[str, Any]) -> dict[str, str]:
     prompts = result.get("num_prompts", 1)
-    ended = f"; ended by {result['finish_reason']}" if "finish_reason" in result else ""
+    ended = f", ended by {result['finish_reason']}" if "finish_reason" in result else ""
     notes = {
         "num_prompt_tokens": f"of {prompts} prompts" if prompts > 1 else "",
         "ttft_s": "request in to first token out" if prompts == 1 else "",
-        "num_emitted_tokens": f"in {values['num_steps']} steps{ended}",
+        "num_emitted_tokens": f"{values['num_steps']:,} steps{ended}",
         "tpot_s": "after the first emission" if prompts == 1 else "",
         "acceptance_rate": f"{values['num_accepted_tokens']:,} of {values['num_draft_tokens']:,} draft tokens",
         "acceptance_length": "tokens per target forward",

@@ -8,8 +8,6 @@ from itertools import accumulate
 
 # A predicted gain below this is not worth the risk that the prediction is wrong.
 LEAST_GAIN = 1.02
-# Draft tokens less likely to be accepted than this are not looked at.
-_LEAST_ACCEPTANCE = 0.005
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ def _plans(gains: Sequence[Sequence[float]], costs: Costs) -> Iterator[tuple[lis
     by the number of requests and by the deepest draft, hence one list for each of both.
     """
     order = sorted((-gain, depth, request) for request, g in enumerate(gains) for depth, gain in enumerate(g))
-    units = [(-gain, depth, request) for gain, depth, request in order if -gain >= _LEAST_ACCEPTANCE]
+    units = [(-gain, depth, request) for gain, depth, request in order]
     if not units:
         return
     # Depth 0 of the better request comes first, whatever the depth behind it.

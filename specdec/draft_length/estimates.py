@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 _PRIOR_ACCEPTANCE, _PRIOR_COST = 0.8, 0.3
 _PRIOR_TRIALS = 2.0  # the weight of each prior, in trials
 _MOST_PRIOR_TRIALS = 8.0
+_LEAST_ACCEPTANCE = 0.005
 _OWN_MEMORY, _ALL_MEMORY = 0.96, 0.99  # weight of a trial that is one trial old: about 25 and 100 trials count
 _COST_MEMORY, _ANSWER_MEMORY = 0.9, 0.98
 _LEAST_ANSWERS = 0.02
@@ -80,11 +81,18 @@ def all_acceptance() -> Acceptance:
 
 
 def chain_gains(own: Acceptance, everyone: Acceptance, most: int) -> list[float]:
-    """Return, for draft token 1 .. `most` of a chain, the probability that it is accepted; never increasing."""
+    """Return, for draft token 1 .. `most` of a chain, the probability that it is accepted, up to where none is likely.
+
+    Never increasing.
+    """
     first = own.first.given(everyone.first, _PRIOR_ACCEPTANCE)
     # Until it shows otherwise, an accepted token says nothing about the next one.
     later = own.later.given(everyone.later, first)
-    return [first * later**depth for depth in range(most)]
+    gains: list[float] = []
+    while len(gains) < most and first >= _LEAST_ACCEPTANCE:
+        gains.append(first)
+        first *= later
+    return gains
 
 
 def tree_gain(own: Acceptance, everyone: Acceptance) -> float:

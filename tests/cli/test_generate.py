@@ -300,7 +300,7 @@ class TestInterrupt:
         assert result.exit_code == 130
         assert result.stderr.endswith("interrupted\n")
         assert result.stdout.startswith(self.text_of(model, 5) + "\n\n")
-        assert re.search(r"num_emitted_tokens\s+│\s+4 │ in 4 steps; ended by interrupt", result.stdout)
+        assert re.search(r"num_emitted_tokens\s+│\s+4 │ 4 steps, ended by interrupt", result.stdout)
         assert signal.getsignal(signal.SIGINT) is before
 
     def test_json(self, model: str, monkeypatch: pytest.MonkeyPatch) -> None:

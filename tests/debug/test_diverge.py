@@ -17,9 +17,9 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from typer import Typer
 from typer.testing import CliRunner
 
-from specdec.debug import diverge as module
+from specdec.debug import divergence as module
 from specdec.debug.compare import Comparison, compare
-from specdec.debug.diverge import Report, diverge, show
+from specdec.debug.divergence import Report, diverge, show
 from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top_gap
 from specdec.debug.read_trace import read_trace
 from specdec.debug.watch import Choice, Watched

@@ -53,7 +53,7 @@ def test_everyone_is_a_prior_that_fades() -> None:
     everyone = all_acceptance()
     for _ in range(200):
         everyone.add(1, 1)
-    gain = [chain_gains(taught(*[(0, 1)] * n), everyone, 1)[0] for n in (0, 1, 10, 100)]
+    gain = [sum(chain_gains(taught(*[(0, 1)] * n), everyone, 1)) for n in (0, 1, 10, 100)]
     assert gain[0] > 0.95
     assert gain[1] > 0.8
     assert gain[2] < 0.4

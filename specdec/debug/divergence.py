@@ -1,6 +1,6 @@
 """Run prompts with and without drafting and explain the first token at which the outputs differ.
 
-    python -m specdec.debug.diverge --model smollm2 --drafter self_int8 --prompt "Once upon a time"
+    python -m specdec.debug --model smollm2 --drafter self_int8 --prompt "Once upon a time"
 
 Exit code 0 = identical or near-tie, 1 = diverged, 2 = bad input. See docs/debug.md.
 """
@@ -257,6 +257,3 @@ def _cells(side: Side | None) -> list[str | Text]:
     both = "" if side.pair_logits is None else "{:.6g}, {:.6g}".format(*side.pair_logits)
     return [Text(token), str(list(side.top_token_ids)), f"{side.gap:.2e}", both, f"{side.behind:.2e}"]
 
-
-if __name__ == "__main__":
-    typer.run(main)
