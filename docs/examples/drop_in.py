@@ -28,15 +28,16 @@ class NoDigits(LogitsProcessor):
 loaded = specdec.LLM(sys.argv[1] if len(sys.argv) > 1 else "smollm2")
 model, tokenizer = loaded.model, loaded.tokenizer
 
-texts = ["The planets of the solar system are", "def fibonacci(n):", "One, two, three, four, one, two, three,"]
+texts = ["The planets of the solar system are", "def fibonacci(n):", "red, green, blue, red, green, blue, red,"]
 batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="left")
 digits = sorted({tokenizer(d, add_special_tokens=False).input_ids[-1] for d in "0123456789"})
 options = {
     "max_new_tokens": 40,
     "do_sample": False,
-    "repetition_penalty": 1.1,
+    "repetition_penalty": 1.02,
+    "bad_words_ids": [tokenizer(" very", add_special_tokens=False).input_ids],
     "logits_processor": LogitsProcessorList([NoDigits(digits)]),
-    "stop_strings": ["\n\n", ". "],
+    "stop_strings": ["\n\n"],
     "tokenizer": tokenizer,
 }
 
