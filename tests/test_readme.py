@@ -75,9 +75,9 @@ def test_example_is_short() -> None:
 @pytest.mark.parametrize("command", commands("specdec"))
 def test_command_runs(command: str, tiny_model: str) -> None:
     arguments = shlex.split(command)[1:]
-    if arguments[0] == "generate":
-        arguments = [tiny_model if word == "smollm2" else word for word in arguments]
-        arguments += [] if "--model" in arguments else ["--model", tiny_model]
+    arguments = [tiny_model if word == "smollm2" else word for word in arguments]
+    if arguments[0] in ("generate", "chat") and "--model" not in arguments:
+        arguments += ["--model", tiny_model]
     result = CliRunner().invoke(app, arguments, input="def fibonacci(n):\n")
     assert result.exit_code == 0, result.output
 

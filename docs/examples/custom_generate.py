@@ -34,9 +34,7 @@ print(f"stopped at {stop!r}: {tokenizer.decode(got[0])!r}")
 
 # 3. A streamer: under the name spec_streamer, because `streamer` would get the prompt only.
 streamer = TextStreamer(tokenizer, skip_prompt=True)
-model.generate(
-    **one, **options, custom_generate=specdec.custom_generate, drafter="ngram", spec_streamer=streamer
-)
+model.generate(**one, **options, custom_generate=specdec.custom_generate, drafter="ngram", spec_streamer=streamer)
 
 # 4. A draft model: by the drafter's name, because `assistant_model` would be dropped. Here the target drafts itself.
 drafting = {"drafter": "draft_model", "drafter_options": {"model": model}, "max_draft_tokens": 3}

@@ -38,5 +38,5 @@ assert torch.equal(got.sequences, want.sequences)
 for ours, theirs in zip((*got.scores, *got.logits), (*want.scores, *want.logits), strict=True):
     torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)  # float32, in another order of summation
 transition = model.compute_transition_scores(got.sequences, got.scores, normalize_logits=True)
-torch.testing.assert_close(transition, got.logprobs, rtol=1e-4, atol=1e-4)
+torch.testing.assert_close(transition, got.logprobs, rtol=1e-3, atol=1e-3)
 print("sum of log-probabilities:", float(got.logprobs.sum()), "finish reasons:", got.finish_reasons)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from itertools import pairwise
 
 import specdec
 from specdec.drafters.history import TokenHistory
@@ -38,7 +39,7 @@ class BigramDrafter:
         trees: list[tuple[list[int], list[int]]] = []
         for request in requests:
             tokens = self._history.of(request.request_id)
-            follower = dict(zip(tokens, tokens[1:], strict=False))  # of a token that occurs often, the last one
+            follower = dict(pairwise(tokens))  # of a token that occurs often, the last one
             token_ids = [request.root_token_id]
             while len(token_ids) <= min(self.longest, request.max_draft_tokens) and token_ids[-1] in follower:
                 token_ids.append(follower[token_ids[-1]])
@@ -58,7 +59,7 @@ class BigramDrafter:
 def main() -> None:
     model = sys.argv[1] if len(sys.argv) > 1 else "smollm2"
     llm = specdec.LLM(model, drafter="own_drafter:BigramDrafter", drafter_options={"longest": 4})
-    prompt = "red, green, blue, red, green, blue, red,"
+    prompt = "do re mi do re mi do re mi do re"
     done = llm.generate(prompt, max_new_tokens=32)[0]
     print(done.text)
     print(f"{done.stats.num_accepted_tokens} of {done.stats.num_draft_tokens} draft tokens accepted")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -86,7 +87,17 @@ def ending_with_a_status() -> Iterator[None]:
         say("interrupted", style="yellow")
         raise typer.Exit(INTERRUPTED) from error
     except BrokenPipeError as error:
-        with suppress(OSError, ValueError):  # no real file
-            # What Python still holds must go somewhere when it ends.
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         raise typer.Exit(CLOSED_PIPE) from error
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        _drop_output()
+        say(f"error: there is no room to write to ({error}); make some", style="red")
+        raise typer.Exit(USER_ERROR) from error
+
+
+def _drop_output() -> None:
+    """Send what Python still holds for standard output to nowhere, or it would complain when it ends."""
+    with suppress(OSError, ValueError):  # no real file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

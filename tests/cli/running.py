@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import time
@@ -57,6 +58,8 @@ class Terminal:
         """Return what it shows from here on until `pattern` is seen or, with None, until it is gone."""
         text, deadline = "", time.monotonic() + timeout_s
         while time.monotonic() < deadline and not (pattern and re.search(pattern, text)):
+            if not select.select([self._descriptor], [], [], 0.1)[0]:
+                continue
             try:
                 data = os.read(self._descriptor, 4096)
             except OSError:  # how Linux says that nobody holds the other end any more

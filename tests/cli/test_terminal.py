@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import time
 
 from specdec import LLM
 from specdec.stream import TextStream
@@ -62,8 +61,7 @@ class TestColours:
 
 def test_ctrl_c_ends_an_answer(model: str) -> None:
     with terminal("generate", "--model", model, "--prompt", "hello", "--max-new-tokens", "4000") as screen:
-        screen.read_until(LOADED)
-        time.sleep(1.0)  # thousands of tokens take longer
+        screen.read_until(LOADED + r"\x1b\[0m\n.")  # some of the thousands of tokens
         screen.process.send_signal(signal.SIGINT)
         screen.read_until(None)
         assert screen.process.wait(timeout=20) == 130
@@ -74,12 +72,12 @@ def test_ctrl_c_ends_an_answer(model: str) -> None:
 
 
 def test_ctrl_c_keeps_the_chat(model: str) -> None:
-    with terminal("chat", "--model", model, "--max-new-tokens", "3000", "--drafter", "ngram") as screen:
+    with terminal("chat", "--model", model, "--max-new-tokens", "4000") as screen:
         screen.read_until("> $")
         screen.process.send_signal(signal.SIGINT)  # at the prompt nothing is lost
         screen.read_until(r"/exit or Ctrl-D leaves(.|\n)*> $")
         screen.type("one\n")
-        time.sleep(1.0)
+        screen.read_until(r"one\n.")
         screen.process.send_signal(signal.SIGINT)
         screen.read_until(r"tokens/s.*interrupted(.|\n)*> $")
         screen.type("/nonsense\n")

@@ -36,3 +36,13 @@ def test_kernel_times(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.Monk
     total = len(matmul.ROW_BUCKETS)
     assert progress_of(caplog, "timing products with 8 x 8 float32 weights") == [(i, total) for i in range(total + 1)]
     assert [record.levelname for record in caplog.records].count("INFO") == 1
+
+
+def test_step_times(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
+    model = save_tiny_chat_model(tmp_path / "tiny")
+    with caplog.at_level(logging.DEBUG, "specdec"):
+        LLM(str(model), drafter="ngram", draft_length="cost_aware")
+    steps = progress_of(caplog, "timing the target's forward")
+    assert steps[0] == (0, 1)
+    assert steps[-1][0] == steps[-1][1] == len(steps) - 1
