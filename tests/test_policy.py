@@ -23,7 +23,8 @@ ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import gene
 BASE = {"errors", "interfaces", "registry"}
 CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats"}
 ROOMS = CORE | {"kv", "models"}
-BELOW_API = ROOMS | {"scheduler", "acceptance", "target_rows", "drafting", "trace", "draft_length", "engine", "stream", "planner"}
+BELOW_ENGINE = {"scheduler", "acceptance", "target_rows", "drafting", "trace", "draft_length"}
+BELOW_API = ROOMS | BELOW_ENGINE | {"engine", "stream", "planner"}
 # A room may always import itself. `eval` and `train` stand in no other room's set: nobody imports them.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
@@ -38,7 +39,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drafting": ROOMS | {"scheduler", "acceptance"},
     "trace": CORE | {"scheduler", "target_rows", "acceptance"},
     "draft_length": BASE | {"request", "stats", "scheduler", "acceptance"},
-    "engine": ROOMS | {"scheduler", "target_rows", "acceptance", "drafting", "trace", "draft_length"},
+    "engine": ROOMS | BELOW_ENGINE,
     "target_rows": CORE,
     "acceptance": CORE | {"scheduler"},
     "stream": CORE,

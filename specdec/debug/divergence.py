@@ -256,4 +256,3 @@ def _cells(side: Side | None) -> list[str | Text]:
     token = str(side.token_id) if side.text is None else f"{side.token_id} {side.text!r}"
     both = "" if side.pair_logits is None else "{:.6g}, {:.6g}".format(*side.pair_logits)
     return [Text(token), str(list(side.top_token_ids)), f"{side.gap:.2e}", both, f"{side.behind:.2e}"]
-

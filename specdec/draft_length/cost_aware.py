@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from specdec.draft_length.choice import LEAST_GAIN, Costs, best_rate, choose, seconds
 from specdec.draft_length.estimates import (
@@ -81,6 +81,7 @@ class CostAwareLength:
         self._budget_s = 0.0  # what tries may take
         self._since_try = _LEAST_WAIT_TOKENS  # tokens of all requests since one was tried
         self._trying: _Try | None = None  # of this step
+        self._last: tuple[Any, list[int], Costs, int] | None = None  # the last answer of `_best`, while it holds
 
     # ------------------------------------------------------------------ choosing
 
@@ -101,6 +102,22 @@ class CostAwareLength:
 
     def _counts(self, work: Sequence[Work], ids: list[int], caps: list[int]) -> list[int]:
         """Return how many units (tokens of a chain, or one tree) each request that may draft gets."""
+        rows, tokens = sum(w.num_rows for w in work), sum(w.samples for w in work)
+        key = (tuple(ids), tuple(caps), rows, tokens)
+        if self._last is None or self._last[0] != key:
+            self._last = (key, *self._best(work, ids, caps))
+        _, counts, costs, width = self._last
+        counts = list(counts)
+        if self._cost.is_blank or (any(counts) and not self._cost.is_known):
+            return [int(i == 0) for i in range(len(ids))]  # what drafting takes is found out with one token for one
+        if any(counts) and not self._cost.knows(sum(n > 0 for n in counts)):
+            return [min(n, 1) for n in counts]  # and what it takes for so many requests, with one token for each
+        if not any(w.is_prefill for w in work):
+            self._try_one(counts, ids, costs, width)
+        return counts
+
+    def _best(self, work: Sequence[Work], ids: list[int], caps: list[int]) -> tuple[list[int], Costs, int]:
+        """Return the units that pay best by what is known, the step's costs and the rows of a unit."""
         known = [self._record(request_id).acceptance for request_id in ids]
         if self._tree_rows is None:
             width = 1
@@ -109,15 +126,7 @@ class CostAwareLength:
             width = min(max(caps), math.ceil(self._tree_rows.total / self._tree_rows.weight))
             gains = [[tree_gain(own, self._everyone)] for own in known]
         costs = self._costs(work, width * sum(caps))
-        rate = self._worth(work, gains, costs, width)
-        counts = choose(gains, costs, width=width, rate=rate)
-        if self._cost.is_blank or (any(counts) and not self._cost.is_known):
-            return [int(i == 0) for i in range(len(ids))]  # what drafting takes is found out with one token for one
-        if any(counts) and not self._cost.knows(sum(n > 0 for n in counts)):
-            return [min(n, 1) for n in counts]  # and what it takes for so many requests, with one token for each
-        if rate is None:
-            self._try_one(counts, ids, costs, width)
-        return counts
+        return choose(gains, costs, width=width, rate=self._worth(work, gains, costs, width)), costs, width
 
     def _record(self, request_id: int) -> _Record:
         return self._requests.setdefault(request_id, _Record())
@@ -145,7 +154,7 @@ class CostAwareLength:
 
     def _try_one(self, counts: list[int], ids: list[int], costs: Costs, width: int) -> None:
         """Give one draft unit to a request that would get none and has waited long enough, if it can be afforded."""
-        plain_s = seconds(counts, costs, width=width)
+        plain_s: float | None = None
         for i, request_id in enumerate(ids):
             if counts[i]:
                 continue
@@ -153,6 +162,8 @@ class CostAwareLength:
             is_new = record.num_asked == 0 and self._since_try >= _LEAST_WAIT_TOKENS
             if not is_new and record.since_asked < record.wait:
                 continue
+            if plain_s is None:
+                plain_s = seconds(counts, costs, width=width)
             counts[i] = 1
             extra_s = seconds(counts, costs, width=width) - plain_s
             rows = costs.rows + width * sum(counts)
@@ -176,6 +187,7 @@ class CostAwareLength:
         self._budget_s = min(self._budget_s + _PROBE_SHARE * step_s, _MOST_SAVED_STEPS * self._step_s(1))
         self._since_try += sum(len(v.tokens) for v in verdicts)
         if asked:
+            self._last = None
             self._learn_shape(asked)
             self._learn_cost(asked, draft_s)
         for w, verdict in zip(work, verdicts, strict=True):
@@ -185,7 +197,7 @@ class CostAwareLength:
                 if w.max_draft_tokens > 0:
                     self._learn_request(record, w, verdict)
         if self._trying is not None:
-            self._settle_try(self._trying, step_s / len(work), draft_s, asked)
+            self._settle_try(self._trying, draft_s, asked)
             self._trying = None
 
     def _learn_shape(self, asked: list[tuple[Work, Verdict]]) -> None:
@@ -222,18 +234,10 @@ class CostAwareLength:
             record.acceptance.add(accepted, judged)
             self._everyone.add(accepted, judged)
 
-    def _settle_try(self, tried: _Try, token_s: float, draft_s: float, asked: list[tuple[Work, Verdict]]) -> None:
-        """Pay for a try, and say when the next one is due.
-
-        Args:
-            tried: what was tried.
-            token_s: what a token is worth.
-            draft_s: of the step.
-            asked: whom the step drafted for.
-        """
+    def _settle_try(self, tried: _Try, draft_s: float, asked: list[tuple[Work, Verdict]]) -> None:
+        """Pay for a try, and say when the next one is due."""
         verdict = next(v for w, v in asked if w.request.request_id == tried.request_id)
         self._budget_s -= tried.rows_s + (draft_s if len(asked) == 1 else tried.draft_s)
-        self._budget_s += verdict.num_accepted * token_s
         self._since_try = 0
         record = self._record(tried.request_id)
         if verdict.num_accepted:
