@@ -27,10 +27,10 @@ from specdec.eval.draft_length_tables import markdown, show
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample, Variant, engine_variant, run_rotated
+from specdec.eval.timing import Sample, engine_variant, run_rotated
 from specdec.interfaces import SamplingParams
 from specdec.registry import VERIFIERS
-from specdec.request import StopRules
+from specdec.request import Request, StopRules
 
 console = Console()
 
@@ -61,17 +61,24 @@ class _Bench:
         return [doubled[i : i + size] for i in range(0, max(1, len(self.prompts) - size + 1), size)]
 
 
-def _batch_variant(llm: LLM, batches: Sequence[list[list[int]]], max_new_tokens: int) -> Variant:
-    """Return a variant that generates for batch `number`; its decode time ends with the last request's last token."""
+def _run(llm: LLM, prompts: Sequence[list[int]], max_new_tokens: int, seed: int) -> list[Request]:
+    """Run greedy requests past EOS, each with a seed of its own, for what `synthetic` accepts, and return them."""
+    engine = llm.engine
+    stop = StopRules(max_new_tokens=max_new_tokens)
+    requests = [engine.add_request(p, SamplingParams(seed=seed + i), stop) for i, p in enumerate(prompts)]
+    while engine.has_unfinished:
+        engine.step()
+    for request in requests:
+        engine.forget(request.request_id)
+    return requests
 
-    def run(number: list[int]) -> Sample:
-        done = llm.generate(batches[number[0] % len(batches)], max_new_tokens=max_new_tokens, ignore_eos=True)
-        emissions = [c.stats.emissions for c in done]
-        first, last = max(e[0][0] for e in emissions), max(e[-1][0] for e in emissions)
-        ids = [token for c in done for token in c.token_ids]
-        return Sample(0, 0, len(ids), 0.0, last - first, last - first, ids)
 
-    return run
+def _sample(llm: LLM, batch: Sequence[list[int]], max_new_tokens: int, number: int) -> Sample:
+    """Return one run of a batch; its decode time ends with the last request's last token."""
+    done = _run(llm, batch, max_new_tokens, seed=1000 * number)
+    emissions = [r.stats.emissions for r in done]
+    spent = max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
+    return Sample(number, 0, sum(len(r.new_tokens) for r in done), 0.0, spent, spent)
 
 
 def _ratio(none: list[Sample], other: list[Sample]) -> dict[str, Any]:
@@ -94,19 +101,18 @@ def _cell(bench: _Bench, drafter: str, size: int, rate: float) -> dict[str, Any]
     config, batches = bench.config, bench.batches(size)
     rule = VERIFIERS.load("synthetic")(rate)
 
-    def variant(llm: LLM) -> Variant:
-        return _batch_variant(llm, batches, config.max_new_tokens)
+    aware, static = bench.llm(drafter, "cost_aware", rule), bench.llm(drafter, "static", rule)
 
-    none, aware = variant(bench.none), variant(bench.llm(drafter, "cost_aware", rule))
-    first = aware([0])  # of a policy that knows nothing
+    def run(llm: LLM, number: int) -> Sample:
+        return _sample(llm, batches[number % len(batches)], config.max_new_tokens, number)
+
+    first = run(aware, 0)  # of a policy that knows nothing
     # "none" twice: what the machine makes of two equal runs is the noise.
-    variants = {"none": none, "cost_aware": aware, "none again": none}
+    variants = {"none": bench.none, "cost_aware": aware, "none again": bench.none}
     samples: dict[str, list[Sample]] = {name: [] for name in variants}
     for number in range(config.rounds):
         for name in [*list(variants)[number % 3 :], *list(variants)[: number % 3]]:
-            samples[name].append(variants[name]([number]))
-            samples[name][-1].prompt = number
-    static = variant(bench.llm(drafter, "static", rule))([0])
+            samples[name].append(run(variants[name], number))
     plain = samples["none"][:1]
     return {
         "drafter": drafter,
@@ -114,7 +120,7 @@ def _cell(bench: _Bench, drafter: str, size: int, rate: float) -> dict[str, Any]
         "rate": rate,
         "cost_aware": _ratio(samples["none"] + samples["none again"], samples["cost_aware"] * 2),
         "first": _ratio(plain, [first])["median"],
-        "static": _ratio(plain, [static])["median"],
+        "static": _ratio(plain, [run(static, 0)])["median"],
         "noise": _ratio(samples["none"], samples["none again"]),
         "none_s": statistics.median(s.decode_s for s in samples["none"]),
     }
@@ -129,8 +135,10 @@ def hopeless(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
         runs, plain = [], []
         for repeat in range(config.hopeless_repeats):
             prompt = bench.prompts[repeat % len(bench.prompts)]
-            plain.append(_stepwise(bench.none, prompt, config.hopeless_tokens))
+            before = _stepwise(bench.none, prompt, config.hopeless_tokens)
             runs.append(_stepwise(bench.llm(drafter, "cost_aware"), prompt, config.hopeless_tokens))
+            after = _stepwise(bench.none, prompt, config.hopeless_tokens)
+            plain.append((before["decode_s"] + after["decode_s"]) / 2)
             progress.advance(bar)
         rows.append(
             {
@@ -138,7 +146,7 @@ def hopeless(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
                 "last_drafted_at": max(max((at for at in r["drafted_at"] if at < 64), default=0) for r in runs),
                 "num_draft_tokens": max(r["num_draft_tokens"] for r in runs),
                 "num_accepted": max(r["num_accepted"] for r in runs),
-                "ratio": statistics.median(p["decode_s"] / r["decode_s"] for p, r in zip(plain, runs, strict=True)),
+                "ratio": statistics.median(p / r["decode_s"] for p, r in zip(plain, runs, strict=True)),
                 "runs": runs,
             }
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from specdec.models.generation import (
 from specdec.models.wrapped import refuse_inputs, unwrapped
 from specdec.record import Keep
 from specdec.running import Job, run
-from specdec.sampling import warn_ignored
+from specdec.sampling import warn_ignored, warn_without_effect
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +108,10 @@ def generate(
     model = unwrapped(model)
     refuse_unsupported(model)
     config, explicit = read_config(model, generation_config, refuse_inputs(model, kwargs))
-    asked = _transformers_spelling(config, explicit, assistant_model, assistant_tokenizer)
-    if asked is not None:
-        chosen = _merge(chosen, asked, drafter, engine)
+    asked = _transformers_spelling(config, _length_settings(model, config, explicit, assistant_model), assistant_model)
+    if assistant_tokenizer is not None:
+        asked = _with_tokenizer(asked, assistant_tokenizer)
+    chosen = _merge(chosen, asked, drafter, explicit)
     ids = _input_ids(input_ids, config)
     mask = mask_of(ids, attention_mask, config)
     num_return = int(config.num_return_sequences or 1)
@@ -138,7 +139,7 @@ def custom_generate(
     logits_processor: Any,
     stopping_criteria: Any,
     generation_config: Any,
-    drafter: str | Drafter = "none",
+    drafter: str | Drafter | None = None,
     verifier: str | Verifier = "auto",
     drafter_options: dict[str, Any] | None = None,
     max_draft_tokens: int | None = None,
@@ -195,7 +196,11 @@ def custom_generate(
     given_mask = torch.ones_like(input_ids) if given_mask is None else given_mask
     mask = mask_of(input_ids, given_mask, generation_config)
     resolved = resolve(model, input_ids, mask, call, seed, num_return, keep)
-    chosen = Speculation(drafter, drafter_options, verifier, engine, runner, spec_tokenizer)
+    chosen = Speculation(
+        "none" if drafter is None else drafter, drafter_options, verifier, engine, runner, spec_tokenizer
+    )
+    # Which of the other settings are the caller's cannot be seen here.
+    chosen = _merge(chosen, _transformers_spelling(generation_config, {}, None), drafter, set())
     _check_streamer(spec_streamer, len(input_ids) // num_return, num_return)
     return _generate(model, input_ids, resolved, chosen, generation_config, spec_streamer, return_stats)
 
@@ -263,51 +268,70 @@ def _keep(config: Any, output_logprobs: bool) -> Keep:
     )
 
 
-def _transformers_spelling(
-    config: Any, explicit: set[str], assistant_model: Any | None, assistant_tokenizer: Any | None
-) -> Speculation | None:
+_LENGTH_SETTINGS = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def _length_settings(model: Any, config: Any, explicit: set[str], assistant_model: Any | None) -> dict[str, Any]:
+    """Return transformers' settings of the draft length: the call's, else the model's, else the assistant's own."""
+    found: dict[str, Any] = {}
+    for name in _LENGTH_SETTINGS:
+        own = getattr(getattr(assistant_model, "generation_config", None), name, None)
+        if name in explicit or getattr(model.generation_config, name, None) is not None:
+            found[name] = getattr(config, name)
+        elif own is not None:
+            found[name] = own
+    return found
+
+
+def _transformers_spelling(config: Any, lengths: dict[str, Any], assistant_model: Any | None) -> Speculation | None:
     """Return the drafter that transformers' own options ask for, or None. At most one may."""
     asked: dict[str, Speculation] = {}
     engine: dict[str, Any] = {}
-    schedule = config.num_assistant_tokens_schedule if "num_assistant_tokens_schedule" in explicit else None
-    if schedule not in (None, "constant"):
-        engine["draft_length"] = "cost_aware"  # what the heuristics of transformers are for
     if assistant_model is not None:
-        options = {"model": assistant_model} | ({"tokenizer": assistant_tokenizer} if assistant_tokenizer else {})
-        asked["assistant_model"] = Speculation("draft_model", options)
-    elif assistant_tokenizer is not None:
-        raise ConfigError("assistant_tokenizer goes with assistant_model, which was not given")
+        asked["assistant_model"] = Speculation("draft_model", {"model": assistant_model})
     if config.assistant_early_exit is not None:
         asked["assistant_early_exit"] = Speculation("early_exit", {"num_layers": config.assistant_early_exit})
     if config.prompt_lookup_num_tokens is not None:
         size = config.max_matching_ngram_size
         asked["prompt_lookup_num_tokens"] = Speculation("ngram", {"max_ngram": size} if size else None)
         engine["max_draft_tokens"] = config.prompt_lookup_num_tokens
-    elif "num_assistant_tokens" in explicit:
-        engine["max_draft_tokens"] = config.num_assistant_tokens
+    elif "num_assistant_tokens" in lengths:
+        engine["max_draft_tokens"] = lengths["num_assistant_tokens"]
     if len(asked) > 1:
         raise ConfigError(f"generate() was given {' and '.join(asked)}; one of them can draft")
     if not asked:
         return None
-    if "assistant_confidence_threshold" in explicit and "prompt_lookup_num_tokens" not in asked:
-        engine["confidence_threshold"] = config.assistant_confidence_threshold
+    if lengths.get("num_assistant_tokens_schedule") not in (None, "constant"):
+        engine["draft_length"] = "cost_aware"  # what the heuristics of transformers are for
+    threshold = lengths.get("assistant_confidence_threshold")
+    if threshold and "prompt_lookup_num_tokens" not in asked:
+        engine["confidence_threshold"] = threshold
         engine.setdefault("draft_length", "confidence")
     return replace(next(iter(asked.values())), engine=EngineConfig(**engine))
 
 
-def _merge(chosen: Speculation, asked: Speculation, drafter: Any, engine: EngineConfig) -> Speculation:
-    """Return `asked` with what the caller set in specdec's own terms."""
+def _with_tokenizer(asked: Speculation | None, tokenizer: Any) -> Speculation:
+    """Return a draft model's speculation with its tokenizer, which is compared with the target's."""
+    if asked is None or asked.drafter != "draft_model":
+        raise ConfigError("assistant_tokenizer goes with assistant_model, which was not given")
+    return replace(asked, options={**(asked.options or {}), "tokenizer": tokenizer})
+
+
+def _merge(chosen: Speculation, asked: Speculation | None, drafter: Any, explicit: set[str]) -> Speculation:
+    """Return what drafts: `asked` in transformers' terms, with what the caller set in specdec's own."""
+    if asked is None:
+        for name in _LENGTH_SETTINGS:
+            if name in explicit and drafter is not None:
+                warn_without_effect(name, "beside drafter=; set max_draft_tokens, draft_length, confidence_threshold")
+        return chosen
     if drafter is not None:
         raise ConfigError(
             f"generate() was given drafter={drafter!r} and transformers' own options for drafter {asked.drafter!r}; "
             "leave one of them out"
         )
     default = EngineConfig()
-    own = {
-        name: getattr(engine, name)
-        for name in EngineConfig.__slots__
-        if getattr(engine, name) != getattr(default, name)
-    }
+    own = {f.name: getattr(chosen.engine, f.name) for f in fields(EngineConfig)}
+    own = {name: value for name, value in own.items() if value != getattr(default, name)}
     options = {**(asked.options or {}), **(chosen.options or {})}
     return replace(chosen, drafter=asked.drafter, options=options or None, engine=replace(asked.engine, **own))
 

@@ -94,7 +94,7 @@ class TestGenerate:
         "diversity_penalty": 0.5,
     }
 
-    @pytest.mark.parametrize("name", sorted(fields_of("warned") | fields_of("silent") - {"is_assistant"}))
+    @pytest.mark.parametrize("name", sorted(fields_of("warned") | fields_of("silent")))
     def test_what_has_no_effect(self, name: str, caplog: pytest.LogCaptureFixture) -> None:
         model = build(named("llama"))
         value = self.VALUES.get(name, 5)
@@ -136,19 +136,17 @@ def test_what_custom_generate_loses() -> None:
     assert (kept.puts, kept.ended) == ([[PROMPTS[1]]], 0)
     with pytest.raises(ValueError, match="could not locate a tokenizer"):
         inside(stop_strings=["x"], tokenizer=tokenizer)
-    for drafting in (
-        {"assistant_model": model_of(named("qwen2"))},
-        {"prompt_lookup_num_tokens": 3},
-        {"assistant_early_exit": 1},
-    ):
-        assert inside(**drafting)[1][0].num_draft_tokens == 0
+    assert inside(assistant_model=model_of(named("qwen2")))[1][0].num_draft_tokens == 0
+    for drafting in ({"prompt_lookup_num_tokens": 3}, {"assistant_early_exit": 1}):
+        assert inside(**drafting)[1][0].num_draft_tokens > 0
+    assert len(inside(assistant_early_exit=1, num_assistant_tokens=2)[1][0].drafted_at) > 2
     with pytest.raises(ValueError, match="not used by the model"):
         inside(kv_memory_bytes=10**6)
     inside(engine_options={"kv_memory_bytes": 10**6}, tokenizer=tokenizer)
 
 
 def test_where_num_assistant_tokens_is_read() -> None:
-    """Beside transformers' own spellings, from the call or the target's config; not from the assistant's."""
+    """Beside transformers' own spellings, from the call, the target's config or the assistant's."""
     model, assistant = build(named("llama")), build(named("llama"))  # equal: everything is accepted
     model.generation_config.eos_token_id = None
     assistant.generation_config.num_assistant_tokens = 2
@@ -156,6 +154,8 @@ def test_where_num_assistant_tokens_is_read() -> None:
     def longest(**options: Any) -> int:
         return len(specdec.generate(model, one(PROMPTS[1]), return_stats=True, **GREEDY, **options)[1][0].drafted_at)
 
+    assert longest(assistant_model=assistant) == 2
+    assistant.generation_config.num_assistant_tokens = None
     assert longest(assistant_model=assistant) == EngineConfig().max_draft_tokens
     assert longest(assistant_model=assistant, num_assistant_tokens=3) == 3
     assert longest(drafter="oracle", num_assistant_tokens=3) == EngineConfig().max_draft_tokens

@@ -79,6 +79,9 @@ class CostAwareLength:
         self._requests: dict[int, _Record] = {}
         self._tree_rows: Average | None = None  # mean drafted nodes, once a tree has been seen
         self._budget_s = 0.0  # what tries may take
+        # Savings have a bound, so that a long quiet time is not followed by many tries; all of it buys one of any cost,
+        # which may have been mistaken.
+        self._most_saved_s = _MOST_SAVED_STEPS * self._seconds[0]
         self._since_try = _LEAST_WAIT_TOKENS  # tokens of all requests since one was tried
         self._trying: _Try | None = None  # of this step
         self._last: tuple[Any, list[int], Costs, int] | None = None  # the last answer of `_best`, while it holds
@@ -103,7 +106,7 @@ class CostAwareLength:
     def _counts(self, work: Sequence[Work], ids: list[int], caps: list[int]) -> list[int]:
         """Return how many units (tokens of a chain, or one tree) each request that may draft gets."""
         rows, tokens = sum(w.num_rows for w in work), sum(w.samples for w in work)
-        key = (tuple(ids), tuple(caps), rows, tokens)
+        key = (tuple(ids), tuple(caps), rows, tokens, sum(w.is_prefill for w in work))
         if self._last is None or self._last[0] != key:
             self._last = (key, *self._best(work, ids, caps))
         _, counts, costs, width = self._last
@@ -171,7 +174,7 @@ class CostAwareLength:
             # The try of a request whose last one succeeded pays for itself, if it goes on succeeding. Otherwise it is
             # paid from savings, unless the rows alone, had drafting been free, would cost too much.
             if (record.wait == 0 and _could_pay(extra_s, costs)) or (
-                extra_s <= self._budget_s and _could_pay(rows_s, costs)
+                min(extra_s, self._most_saved_s) <= self._budget_s and _could_pay(rows_s, costs)
             ):
                 self._trying = _Try(request_id, rows_s, extra_s - rows_s)
                 return
@@ -183,8 +186,7 @@ class CostAwareLength:
         """Take in what a step gave; see `DraftLength`."""
         asked = [(w, v) for w, v in zip(work, verdicts, strict=True) if w.max_draft_tokens > 0]
         step_s = self._step_s(sum(w.num_rows for w in work))
-        # Savings have a bound, so that a long quiet time is not followed by many tries.
-        self._budget_s = min(self._budget_s + _PROBE_SHARE * step_s, _MOST_SAVED_STEPS * self._step_s(1))
+        self._budget_s = min(self._budget_s + _PROBE_SHARE * step_s, self._most_saved_s)
         self._since_try += sum(len(v.tokens) for v in verdicts)
         if asked:
             self._last = None

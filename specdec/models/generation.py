@@ -46,18 +46,26 @@ REFUSED = {
     "output_attentions": "attention weights are never materialised; call the model's forward for them",
     "output_hidden_states": "call the model's forward for them",
     "assistant_ensemble_weight": "mixing the draft into the target changes what is generated; leave it out",
-    "use_mtp": "not supported; name a drafter instead",
-    "speculation_type": "not supported; name a drafter instead",
-    "negative_prompt_ids": "classifier-free guidance is not supported",
-    "negative_prompt_attention_mask": "classifier-free guidance is not supported",
-    "synced_gpus": "not supported",
+    "use_mtp": "name a drafter instead",
+    "speculation_type": "name a drafter instead",
+    "is_assistant": "it is for models that draft inside transformers; leave it out",
+    "negative_prompt_ids": "classifier-free guidance runs a second, unconditional context; leave it out",
+    "negative_prompt_attention_mask": "classifier-free guidance runs a second, unconditional context; leave it out",
+    "synced_gpus": "one engine runs in one process; leave it out",
     "token_healing": "heal the prompt first: model.heal_tokens(input_ids, tokenizer)",
 }
-# Processors with a state of their own: drafting asks them about tokens that are then never emitted.
+# Processors with a state of their own for a whole batch: rows are asked about one at a time here.
 STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), "guidance_scale": (1, 1.0)}
-# Set and meaningless here: the engine always uses its own cache.
+# Meaningless here: arguments that are no fields of a GenerationConfig, and fields, with why.
 _WITHOUT_EFFECT = ("trust_remote_code", "use_model_defaults")
+_OWN_CACHE, _OWN_LOOP = "here, the KV cache is specdec's own", "here, the forward is specdec's own"
+FIELDS_WITHOUT_EFFECT = {
+    **dict.fromkeys(("cache_implementation", "cache_config", "max_cache_len"), _OWN_CACHE),
+    **dict.fromkeys(("compile_config", "disable_compile", "continuous_batching_config", "low_memory"), _OWN_LOOP),
+    **dict.fromkeys(("assistant_lookbehind", "target_lookbehind"), "here, draft models share the target's tokenizer"),
+    "prefill_chunk_size": "here; set prefill_chunk_tokens",
+}
 _OWN_OPTIONS = (
     *("drafter", "drafter_options", "verifier", "max_draft_tokens", "draft_length", "seed", "tokenizer"),
     *("return_stats", "output_logprobs"),
@@ -98,7 +106,7 @@ def eos_token_ids(model: Any) -> frozenset[int]:
 def read_config(
     model: Any, generation_config: GenerationConfig | None, options: dict[str, Any]
 ) -> tuple[GenerationConfig, set[str]]:
-    """Return the effective GenerationConfig of a call, and the names that the caller or the model set.
+    """Return the effective GenerationConfig of a call, and the names that the call itself sets.
 
     Args:
         model: whose generation config fills what is not given.
@@ -130,18 +138,18 @@ def read_config(
             f"own ({', '.join(_OWN_OPTIONS)}, ...)"
         )
     refuse_config(config)
-    names = set(given)
-    for source in (own, model.generation_config):
-        names |= {k for k, v in (source.to_dict() if source is not None else {}).items() if v is not None}
+    names = set(given) | {k for k, v in (own.to_dict() if own is not None else {}).items() if v is not None}
+    for name in sorted(names & FIELDS_WITHOUT_EFFECT.keys()):
+        if getattr(config, name, None) not in (None, False):
+            warn_without_effect(f"{name}={getattr(config, name)!r}", FIELDS_WITHOUT_EFFECT[name])
     return config, names
 
 
 def refuse_config(config: GenerationConfig) -> None:
-    """Raise ConfigError for the first option of an effective config that is refused; warn of those without effect."""
+    """Raise ConfigError for the first option of an effective config that is refused; warn of use_cache=False."""
     _refuse({name: getattr(config, name, None) for name in REFUSED})
-    for name in ("cache_implementation", "cache_config", "use_cache"):
-        if getattr(config, name, None) not in (None, True):
-            warn_without_effect(f"{name}={getattr(config, name)!r}", "here, the KV cache is specdec's own")
+    if config.use_cache is False:
+        warn_without_effect("use_cache=False", _OWN_CACHE)
 
 
 def _refuse(options: dict[str, Any]) -> None:
@@ -172,7 +180,7 @@ def prepare(
         model: a transformers model.
         input_ids: [B, n] int64, each row as often as sequences are to be returned.
         config: from `read_config`; completed here.
-        explicit: the names that were set, from `read_config`.
+        explicit: the names that the call sets, from `read_config`.
         attention_mask: [B, n]; transformers has the repetition penalty leave padding out.
         logits_processor: the caller's own.
         stopping_criteria: the caller's own.
@@ -184,7 +192,8 @@ def prepare(
         InputError: there is no room for new tokens.
     """
     width = int(input_ids.shape[1])
-    config.max_length = width + _max_new_tokens(model, config, width, "max_length" in explicit)
+    has_length = "max_length" in explicit or getattr(model.generation_config, "max_length", None) is not None
+    config.max_length = width + _max_new_tokens(model, config, width, has_length)
     if config.min_new_tokens is not None:
         config.min_length = width + int(config.min_new_tokens)
     # True, or it warns of a missing mask, which is inferred here as transformers infers it.

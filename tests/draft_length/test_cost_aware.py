@@ -280,6 +280,17 @@ def test_a_pause_of_the_machine_does_not_end_drafting() -> None:
     assert plain(CPU, [400], 1) / (run.seconds - 2.0) > 1.8
 
 
+def test_an_absurd_first_sample_is_not_for_ever() -> None:
+    calls: list[int] = []
+
+    def spent(batch: int, depth: int) -> float:
+        calls.append(depth)
+        return depth * 0.002 + (3.0 if len(calls) <= 2 else 0.0)
+
+    run = simulate(CostAwareLength(CPU), CPU, spent, always(0.9), lengths=[3000], prompt=PROMPT)
+    assert plain(CPU, [3000], 1) / (run.seconds - 6.0) > 1.5
+
+
 def test_a_released_request_is_forgotten() -> None:
     policy = taught(0, 4, 1e-3)
     assert policy._requests

@@ -169,7 +169,9 @@ def test_fault_16_logprobs(door: str, temperature: float, tmp_path: Path) -> Non
     folder = save_model(tmp_path / "model", named("llama"), repetition_penalty=1.5)
     question = Question(folder, drafter="oracle", drafter_options={"accept_rate": 0.6}, temperature=temperature, seed=1)
     model, tokenizer = load(folder)
-    for prompt, answer in zip(question.prompts, DOORS[door](question), strict=True):
+    for prompt in question.prompts:
+        # Each alone: before 5.2x transformers' repetition penalty takes padding for tokens, and so do the batch doors.
+        (answer,) = DOORS[door](replace(question, prompts=(prompt,)))
         ids = [*tokenizer(prompt).input_ids, *answer.token_ids]
         n = len(answer.token_ids)
         assert len(answer.logprobs) == len(answer.raw_logprobs) == n
