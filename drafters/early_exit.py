@@ -17,7 +17,7 @@ from specdec.tree import stack_trees
 
 
 class EarlyExitDrafter:
-    """Needs no training, no weights and no second cache: the first layers' hidden states go to the target's own head.
+    """Drafts with the target's first layers and its own head, over its KV cache; for targets trained for early exits.
 
     Chains are drawn from the resulting distribution, which is handed on as draft_probs. Trees are static and hold its
     likeliest tokens. Models trained for early exits are drafted for well; others need most of their layers.

@@ -14,7 +14,7 @@ from specdec.models.runner import ModelRunner
 
 
 class SelfInt8Drafter:
-    """Needs no training and no second cache: the int8 copy reads the target's KV and appends to its reservation.
+    """Drafts with the target's own int8 copy, over the target's KV cache; needs no training and no second cache.
 
     Source: self-speculation on a quantised copy: Tiwari et al. 2025, QuantSpec, arXiv 2502.10424 (there with a
     quantised cache as well); quantisation as in `models/int8.py`.

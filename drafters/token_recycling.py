@@ -17,7 +17,9 @@ _LONGEST_CHAIN = 64
 
 
 class TokenRecyclingDrafter:
-    """Keeps the target's last `top_k` candidates after each token, and reads a static tree off that table.
+    """Drafts what the target found likely after the same tokens before; wants max_draft_tokens of 16 or more.
+
+    Keeps the target's last `top_k` candidates after each token, and reads a static tree off that table.
 
     The table [V, top_k] is learned from every row the target computes, rejected drafts included, and serves all
     requests, present and future; `reset` forgets it. A token the target has not gone through yet has no children.

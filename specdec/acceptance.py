@@ -8,9 +8,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from specdec.errors import ConfigError
 from specdec.interfaces import SamplingParams, TokenTree, Verifier, VerifyResult
 from specdec.request import Request
 from specdec.scheduler import Work
+
+Paths = list[tuple[list[int], int]]  # (accepted node ids, next token) per request
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,11 +56,29 @@ class Verdict:
     depth: int = 0
 
 
-def accepted_paths(result: VerifyResult) -> list[tuple[list[int], int]]:
-    """Return (accepted node ids, next token) per request."""
-    counts = result.num_accepted.tolist()
-    paths = [path[:count] for path, count in zip(result.path.tolist(), counts, strict=True)]
-    return list(zip(paths, result.next_token_ids.tolist(), strict=True))
+def accepted_paths(result: VerifyResult, verifier: Verifier, tree: TokenTree, vocab_size: int) -> Paths:
+    """Return (accepted node ids, next token) per request.
+
+    Raises:
+        ConfigError: a verifier's answer is none: of another form, or with nodes or tokens that do not exist.
+    """
+    try:
+        counts, next_tokens = result.num_accepted.tolist(), result.next_token_ids.tolist()
+        paths = [path[:count] for path, count in zip(result.path.tolist(), counts, strict=True)]
+        sound = len(paths) == len(next_tokens) == tree.token_ids.shape[0]
+        sound = sound and all(0 <= count == len(path) for count, path in zip(counts, paths, strict=True))
+        sound = sound and all(0 <= token < vocab_size for token in next_tokens)
+        for path, parents, n in zip(paths, tree.parents.tolist(), tree.num_nodes.tolist(), strict=True):
+            above = [0, *path[:-1]]
+            sound = sound and all(0 < node < n and parents[node] == a for node, a in zip(path, above, strict=False))
+    except (AttributeError, TypeError, ValueError, IndexError) as error:
+        raise ConfigError(f"verifier {verifier.name!r} returned no VerifyResult of this step: {error}") from error
+    if not sound:
+        raise ConfigError(
+            f"verifier {verifier.name!r} returned {result}; allowed: paths down from the root of each tree, and token "
+            f"ids from 0 to {vocab_size - 1}"
+        )
+    return list(zip(paths, next_tokens, strict=True))
 
 
 def judge(work: Sequence[Work], paths: Sequence[tuple[list[int], int]], tree: TokenTree) -> list[Verdict]:

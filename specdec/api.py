@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Sequence
+import sys
+from collections.abc import AsyncIterator, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -14,7 +15,13 @@ from specdec.engine import Engine
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, SamplingParams, Verifier
 from specdec.models.build import runner_for
-from specdec.models.generation import as_processors, config_processors, criteria_for, eos_token_ids
+from specdec.models.generation import (
+    as_processors,
+    config_processors,
+    criteria_for,
+    eos_token_ids,
+    is_generation_field,
+)
 from specdec.models.loading import load_model
 from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.models.matmul import cpu_name
@@ -191,10 +198,9 @@ class LLM:
             InputError: a prompt is empty, too long or of the wrong type; nothing has run.
             ConfigError: an option is unknown or out of range.
         """
-        if unknown:
-            refuse_unknown("LLM.generate", unknown, _GENERATE_OPTIONS)
+        _refuse_unknown("LLM.generate", unknown)
         self._worker.settle(self.engine)
-        if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        if streamer is not None and (isinstance(streamer, type) or not hasattr(streamer, "put")):
             raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
         options = self._options(
             max_new_tokens=max_new_tokens,
@@ -248,6 +254,7 @@ class LLM:
         self._worker.settle(self.engine)
         self._refresh()
         engine = self.engine  # a later call may build a new one
+        is_ending = sys.is_finalizing  # of the interpreter, when nothing can be called any more
         requests = start(engine, jobs)
         try:
             pieces = _Pieces(self, engine, requests, options.stop_strings)
@@ -255,7 +262,8 @@ class LLM:
                 pieces.follow.advance()
                 yield from pieces.take()
         finally:
-            forget(engine, requests)
+            if not is_ending():
+                forget(engine, requests)
 
     async def agenerate(self, prompts: Any, **options: Any) -> list[Completion]:
         """Return one Completion per prompt, as `generate`, without keeping the event loop from other work."""
@@ -285,13 +293,13 @@ class LLM:
                 pieces = _Pieces(self, engine, requests, checked.stop_strings)
                 while not pieces.follow.is_done:
                     await call(pieces.follow.advance)
-                    for piece in pieces.take():
+                    for piece in await call(pieces.take):  # there: steps of other callers change requests meanwhile
                         yield piece
             finally:
                 await call(forget, engine, requests)
 
     def _stream_options(self, what: str, options: dict[str, Any]) -> _Options:
-        refuse_unknown(what, options, _GENERATE_OPTIONS - {"streamer"})
+        _refuse_unknown(what, options, _GENERATE_OPTIONS - {"streamer"})
         return self._options(**{**_DEFAULTS, **options})
 
     def _options(
@@ -368,7 +376,7 @@ class LLM:
             except UnicodeError as error:
                 raise InputError(f"the prompt is not valid Unicode ({error})") from error
             return list(self._need_tokenizer("a text prompt")(prompt).input_ids)
-        if isinstance(prompt, Tensor):
+        if hasattr(prompt, "tolist"):  # a tensor or an array
             prompt = prompt.tolist()
         is_list = isinstance(prompt, Sequence) and not isinstance(prompt, bytes)
         if is_list and all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
@@ -401,8 +409,9 @@ class _Pieces:
         self._llm, self._requests, self._stop_strings = llm, requests, stop_strings
         self._texts = [TextStream(llm.tokenizer, stop_strings) for _ in requests]
 
-    def take(self) -> Iterator[Piece]:
-        """Yield one piece for each request with news."""
+    def take(self) -> list[Piece]:
+        """Return one piece for each request with news, at once: another caller may step the engine between two."""
+        pieces = []
         for i, first in self.follow.take():
             request, text = self._requests[i], self._texts[i]
             new = request.new_tokens[first:]
@@ -411,11 +420,25 @@ class _Pieces:
                 piece += text.finish(request.finish_reason == "stop")
                 done = self._llm._completion(request, self._stop_strings, text.text)
             records = request.records[first:] if request.keep else None
-            yield Piece(i, piece, new, request.from_draft[first:], done, request.stats, records)
+            pieces.append(Piece(i, piece, new, request.from_draft[first:], done, request.stats, records))
+        return pieces
 
 
 _GENERATE_OPTIONS = set(signature(LLM.generate).parameters) - {"self", "prompts", "unknown"}
 _DEFAULTS = {name: signature(LLM.generate).parameters[name].default for name in _GENERATE_OPTIONS - {"streamer"}}
+
+
+def _refuse_unknown(what: str, options: dict[str, Any], allowed: Collection[str] = _GENERATE_OPTIONS) -> None:
+    """Raise ConfigError for the first option that is not `allowed`, and say where a field of transformers' belongs."""
+    try:
+        refuse_unknown(what, options, allowed)
+    except ConfigError as error:
+        if not any(is_generation_field(name) for name in options if name not in allowed):
+            raise
+        raise ConfigError(
+            f"{error}; fields of transformers' GenerationConfig go to specdec.generate or into the model's own config, "
+            "processors into logits_processor="
+        ) from None
 
 
 def _as_list(prompts: Any) -> list[Any]:

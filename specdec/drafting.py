@@ -5,13 +5,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from specdec.acceptance import Verdict
-from specdec.errors import IncompatibleDrafterError, OutOfCacheError
-from specdec.interfaces import Drafter, DraftRequest, Forward, Noise, Observation, TokenTree, empty_tree
+from specdec.errors import ConfigError, IncompatibleDrafterError, OutOfCacheError
+from specdec.interfaces import Drafter, DraftRequest, FeatureSpec, Forward, Noise, Observation, TokenTree, empty_tree
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.scheduler import Work
@@ -25,6 +26,7 @@ class Drafting:
     """One drafter at work for one target. A faulty proposal costs speed, never output."""
 
     def __init__(self, drafter: Drafter, target: ModelRunner, warn_once: Callable[[str, str], None]) -> None:
+        _check_attributes(drafter)
         bad = [layer for layer in drafter.features.layers if not 0 <= layer < target.program.num_layers]
         if bad:
             raise IncompatibleDrafterError(
@@ -137,6 +139,25 @@ class Drafting:
                 self.drafter.observe([Observation(request.request_id, 0, known)])
         except Exception:  # the step's own error goes on to the caller; the other requests must still be told
             log.exception("drafter %r could not take request %s back", self.drafter.name, request.request_id)
+
+
+def _check_attributes(drafter: Any) -> None:
+    """Raise ConfigError unless a drafter says about itself what `Drafter` asks."""
+    limit = getattr(drafter, "max_position", "missing")
+    spec = getattr(drafter, "features", None)
+    faults = {
+        "name": not isinstance(getattr(drafter, "name", None), str),
+        "features": not isinstance(spec, FeatureSpec) or not isinstance(spec.top_k, int) or spec.top_k < 0,
+        "max_position": limit is not None and not isinstance(limit, int),
+        "shares_target_kv": not isinstance(getattr(drafter, "shares_target_kv", None), bool),
+        "samples": not isinstance(getattr(drafter, "samples", None), bool),
+    }
+    faults |= {name: True for name in ("propose", "observe", "release") if not callable(getattr(drafter, name, None))}
+    wrong = [name for name, is_wrong in faults.items() if is_wrong]
+    if wrong:
+        raise ConfigError(
+            f"drafter {type(drafter).__name__} has no proper {', '.join(wrong)}; see Drafter in specdec/interfaces.py"
+        )
 
 
 def _scatter(drafted: TokenTree, rows: Sequence[int], roots: TokenTree) -> TokenTree:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import logging
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
@@ -19,7 +20,7 @@ from specdec.drafting import Drafting
 from specdec.errors import ConfigError, InputError, OutOfCacheError
 from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
 from specdec.models.runner import ModelRunner
-from specdec.noise import KeyedNoise, draw_seed
+from specdec.noise import KeyedNoise, draw_seed, fold_seed
 from specdec.record import Keep, record_tokens
 from specdec.request import Request, RequestOutput, Snapshot, StopRules
 from specdec.sampling import check_sampling
@@ -88,7 +89,9 @@ class Engine:
             max_draft_tokens=config.max_draft_tokens,
         )
         self._requests: dict[int, Request] = {}
+        self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads
         self._warned: set[str] = set()
+        self._num_folded = 0  # requests that got a noise of their own
 
     @property
     def drafter(self) -> Drafter:
@@ -112,6 +115,7 @@ class Engine:
             OutOfCacheError: the request can never fit the KV memory limit.
         """
         self.target.claim()
+        self._drop_abandoned()
         check_sampling(sampling)
         rule = self.verifiers.of(sampling, self.drafter.samples)
         if rule.needs_all_rows and sampling.processors:
@@ -133,6 +137,10 @@ class Engine:
             # Greedy output needs no randomness: test drafters get the same one every time, and the caller's global
             # generator is left alone, as transformers leaves it.
             seed = 0 if sampling.greedy else draw_seed()
+        if self.draft_length.remembers and not rule.couples_draft:
+            # Its acceptances would decide on drafts of a later request that draws with the same noise, and bias it.
+            self._num_folded += 1
+            seed = fold_seed(seed, self._num_folded)
         request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed, keep=keep)
         request.stats.arrival_s = time.perf_counter()
         self._requests[request.request_id] = request
@@ -177,8 +185,22 @@ class Engine:
         if request.finish_reason is None:
             self._retire(request, "abort")
 
+    def fail(self, request_id: int, error: BaseException) -> None:
+        """End a request whose own processor or criterion raised; `Request.error` says what."""
+        self.target.claim()
+        request = self.request(request_id)
+        request.error = error
+        self._retire(request, "error")
+
     def forget(self, request_id: int) -> None:
-        """Drop a request and everything about it; unknown ids are ignored."""
+        """Drop a request and everything about it; unknown ids are ignored.
+
+        From a thread that does not own the engine, such as one in which an abandoned stream is collected, the request
+        is dropped when the owner next uses it.
+        """
+        if not self.target.may_use():
+            self._abandoned.append(request_id)
+            return
         self.target.claim()
         request = self._requests.get(request_id)
         if request is not None:
@@ -193,8 +215,14 @@ class Engine:
         self.drafting.release(request)
         self.draft_length.release(request.request_id)
 
+    def _drop_abandoned(self) -> None:
+        while self._abandoned:
+            self.forget(self._abandoned.popleft())
+
     @property
     def has_unfinished(self) -> bool:
+        if self._abandoned and self.target.may_use():
+            self._drop_abandoned()
         return any(True for _ in self._scheduler.requests())
 
     # ------------------------------------------------------------------ the step
@@ -205,11 +233,13 @@ class Engine:
         A step that raises did not happen: every request is as it was before.
         """
         self.target.claim()
+        self._drop_abandoned()
         clock = _Clock()
         self._scheduler.admit(self._try_open)
         work = self.draft_length.allot(self._scheduler.schedule())
         if not work:
             return self._emit()
+        stats = replace(self.stats)
         saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
         told = False
         try:
@@ -226,6 +256,7 @@ class Engine:
                 self._count(work, verdicts, clock)
                 self._tell_watchers(work, verdicts, tree, rows, clock)
         except BaseException:
+            self.stats = stats
             self._undo(saved, told)
             raise
         return self._emit()
@@ -286,14 +317,15 @@ class Engine:
         rows = StepRows(forward.logits, first, sampling, tree)
         with_probs = self.drafter.samples and tree.draft_probs is not None
         paths: list[tuple[list[int], int]] = [([], 0)] * len(sampling)
+        vocab_size = int(forward.logits.shape[-1])
         for verifier, members in self.verifiers.groups([r.sampling for r in sampling], with_probs):
-            if len(members) == len(sampling):
-                result = verifier.verify(tree, rows, noise)
-            else:
+            part, index = tree, None
+            if len(members) < len(sampling):
                 index = torch.tensor(members, dtype=torch.int64, device=tree.token_ids.device)
                 part = select(tree, index)
-                result = verifier.verify(part, rows.select(index, part), self._noise([sampling[i] for i in members]))
-            for i, answer in zip(members, accepted_paths(result), strict=True):
+                noise = self._noise([sampling[i] for i in members])
+            result = verifier.verify(part, rows if index is None else rows.select(index, part), noise)
+            for i, answer in zip(members, accepted_paths(result, verifier, part, vocab_size), strict=True):
                 paths[i] = answer
         return judge(work, paths, tree), rows
 
@@ -350,11 +382,11 @@ class Engine:
     def _tell_watchers(
         self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, rows: StepRows, clock: _Clock
     ) -> None:
-        self.draft_length.learn(work, verdicts, clock.draft_s)
         if self.trace is not None:
             total = time.perf_counter() - clock.start
             number = self.stats.num_steps
             self.trace.record(StepEvent(number, work, verdicts, tree, rows, clock.draft_s, clock.verify_s, total))
+        self.draft_length.learn(work, verdicts, clock.draft_s)  # last: it is not undone
 
     def _emit(self) -> list[RequestOutput]:
         """Hand out every token not handed out yet, so that an interrupted step loses none."""

@@ -102,7 +102,8 @@ def generate(
     if input_ids is not None and kwargs.get("inputs") is not None:
         raise ConfigError("generate() was given input_ids and inputs, which are two names of one thing")
     input_ids = kwargs.pop("inputs", None) if input_ids is None else input_ids
-    engine, runner = split_options({k: kwargs.pop(k) for k in sorted(OWN_FIELDS) if k in kwargs})
+    own_options = {k: kwargs.pop(k) for k in sorted(OWN_FIELDS) if k in kwargs}
+    engine, runner = split_options(own_options)
     chosen = Speculation("none" if drafter is None else drafter, drafter_options, verifier, engine, runner, tokenizer)
     build_verifiers(verifier)  # an unknown name is refused before anything is prepared
     model = unwrapped(model)
@@ -111,10 +112,10 @@ def generate(
     asked = _transformers_spelling(config, _length_settings(model, config, explicit, assistant_model), assistant_model)
     if assistant_tokenizer is not None:
         asked = _with_tokenizer(asked, assistant_tokenizer)
-    chosen = _merge(chosen, asked, drafter, explicit)
+    chosen = _merge(chosen, asked, drafter, explicit, own_options)
     ids = _input_ids(input_ids, config)
     mask = mask_of(ids, attention_mask, config)
-    num_return = int(config.num_return_sequences or 1)
+    num_return = _num_return_sequences(config)
     _check_streamer(streamer, len(ids), num_return)
     ids, mask = (t.repeat_interleave(num_return, dim=0) for t in (ids, mask))
     call = prepare(
@@ -183,24 +184,26 @@ def custom_generate(
     """
     options = dict(engine_options or {})
     given = {"max_draft_tokens": max_draft_tokens, "draft_length": draft_length}
-    engine, runner = split_options(options | {k: v for k, v in given.items() if v is not None})
+    options |= {k: v for k, v in given.items() if v is not None}
+    engine, runner = split_options(options)
     model = unwrapped(model)
     _refuse_model_kwargs(model, model_kwargs)
     refuse_unsupported(model)
     refuse_config(generation_config)
     call = Call(generation_config, as_processors(logits_processor), list(stopping_criteria))
-    num_return = int(generation_config.num_return_sequences or 1)
+    num_return = _num_return_sequences(generation_config)
     keep = _keep(generation_config, output_logprobs)
     # An absent mask means all ones here: transformers has inferred it already.
     given_mask = model_kwargs.get("attention_mask")
     given_mask = torch.ones_like(input_ids) if given_mask is None else given_mask
     mask = mask_of(input_ids, given_mask, generation_config)
+    _check_positions(model_kwargs.get("position_ids"), mask)
     resolved = resolve(model, input_ids, mask, call, seed, num_return, keep)
     chosen = Speculation(
         "none" if drafter is None else drafter, drafter_options, verifier, engine, runner, spec_tokenizer
     )
     # Which of the other settings are the caller's cannot be seen here.
-    chosen = _merge(chosen, _transformers_spelling(generation_config, {}, None), drafter, set())
+    chosen = _merge(chosen, _transformers_spelling(generation_config, {}, None), drafter, set(), options)
     _check_streamer(spec_streamer, len(input_ids) // num_return, num_return)
     return _generate(model, input_ids, resolved, chosen, generation_config, spec_streamer, return_stats)
 
@@ -245,10 +248,27 @@ def _input_ids(input_ids: Any, config: Any) -> Tensor:
     return input_ids
 
 
+def _check_positions(position_ids: Any, mask: Tensor) -> None:
+    """Raise ConfigError unless positions are those that follow from the mask, as transformers makes them."""
+    if position_ids is None:
+        return
+    expected = mask.to(torch.int64).cumsum(dim=1) - 1
+    given = position_ids[..., -expected.shape[1] :].to(expected.device)
+    if given.dim() != 2 or bool(((given != expected) & mask.bool()).any()):
+        raise ConfigError("position_ids are not those that follow from attention_mask; leave them out")
+
+
+def _num_return_sequences(config: Any) -> int:
+    value = 1 if config.num_return_sequences is None else config.num_return_sequences
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ConfigError(f"num_return_sequences={value!r}; allowed: an integer >= 1")
+    return value
+
+
 def _check_streamer(streamer: Any, num_prompts: int, num_return: int) -> None:
     if streamer is None:
         return
-    if not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+    if isinstance(streamer, type) or not (hasattr(streamer, "put") and hasattr(streamer, "end")):
         raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
     if num_prompts != 1:
         raise ConfigError(f"a streamer takes one prompt, {num_prompts} were given")
@@ -317,7 +337,9 @@ def _with_tokenizer(asked: Speculation | None, tokenizer: Any) -> Speculation:
     return replace(asked, options={**(asked.options or {}), "tokenizer": tokenizer})
 
 
-def _merge(chosen: Speculation, asked: Speculation | None, drafter: Any, explicit: set[str]) -> Speculation:
+def _merge(
+    chosen: Speculation, asked: Speculation | None, drafter: Any, explicit: set[str], own_options: dict[str, Any]
+) -> Speculation:
     """Return what drafts: `asked` in transformers' terms, with what the caller set in specdec's own."""
     if asked is None:
         for name in _LENGTH_SETTINGS:
@@ -329,9 +351,7 @@ def _merge(chosen: Speculation, asked: Speculation | None, drafter: Any, explici
             f"generate() was given drafter={drafter!r} and transformers' own options for drafter {asked.drafter!r}; "
             "leave one of them out"
         )
-    default = EngineConfig()
-    own = {f.name: getattr(chosen.engine, f.name) for f in fields(EngineConfig)}
-    own = {name: value for name, value in own.items() if value != getattr(default, name)}
+    own = {f.name: own_options[f.name] for f in fields(EngineConfig) if f.name in own_options}
     options = {**(asked.options or {}), **(chosen.options or {})}
     return replace(chosen, drafter=asked.drafter, options=options or None, engine=replace(asked.engine, **own))
 

@@ -49,7 +49,7 @@ class Registry:
         module, _, attribute = target.partition(":")
         try:
             return getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
+        except (ImportError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(f"{self.kind} {name!r} cannot be imported from {target!r}: {error}") from error
 
 
@@ -58,7 +58,7 @@ def refuse_unknown(what: str, given: Iterable[str], allowed: Iterable[str]) -> N
     names = sorted(allowed)
     for key in given:
         if key not in names:
-            close = difflib.get_close_matches(key, names, n=1)
+            close = difflib.get_close_matches(str(key), names, n=1)
             hint = f" did you mean {close[0]!r}?" if close else ""
             raise ConfigError(f"{what} has no option {key!r};{hint} available: {', '.join(names) or 'none'}")
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from specdec.interfaces import SamplingParams
@@ -48,7 +49,8 @@ class Request:
     stop: StopRules
     seed: int
     num_computed: int = 0
-    finish_reason: str | None = None  # "stop" after an EOS token or a criterion, "length" at a limit, "abort"
+    finish_reason: str | None = None  # "stop" after an EOS token or a criterion, "length" at a limit, "abort", "error"
+    error: BaseException | None = None  # what one of its own processors or criteria raised
     stats: RequestStats = field(default_factory=RequestStats)
     keep: Keep = field(default_factory=Keep)
     from_draft: list[bool] = field(default_factory=list)  # per new token: drafted and accepted, or the target's own
@@ -95,11 +97,21 @@ class Request:
 
     def _reason(self, block: Sequence[int]) -> str | None:
         tokens = [*self.tokens, *block] if self.stop.criteria else []
-        answers = [criterion(tokens) for criterion in self.stop.criteria]  # all of them, as transformers does
+        with self.blamed():
+            answers = [criterion(tokens) for criterion in self.stop.criteria]  # all of them, as transformers does
         if block[-1] in self.stop.eos_token_ids:
             return "stop"
         met = next((answer for answer in answers if answer), None)
         return met if isinstance(met, str) else "stop" if met else None
+
+    @contextmanager
+    def blamed(self) -> Iterator[None]:
+        """Note on what is raised inside that it is this request's own doing, not its neighbours'."""
+        try:
+            yield
+        except Exception as error:
+            error.specdec_request_id = self.request_id  # type: ignore[attr-defined]
+            raise
 
     def crop(self, candidates: Sequence[int]) -> tuple[list[int], str | None]:
         """Return what of a step's tokens is emitted, up to the first stop, and the reason if one was met.

@@ -67,9 +67,23 @@ class Follower:
         return all(self._ended)
 
     def advance(self) -> None:
-        """Step the engine unless something waits to be handed out already."""
-        if not self.is_done and not any(True for _ in self._waiting()):
-            self.engine.step()
+        """Step the engine unless something waits to be handed out already.
+
+        Raises what a processor or criterion of one of these requests raised; other requests' faults end those only.
+        """
+        own = {r.request_id for r in self.requests}
+        while not self.is_done and not any(True for _ in self._waiting()):
+            try:
+                self.engine.step()
+                return
+            except Exception as error:
+                culprit = getattr(error, "specdec_request_id", None)
+                if culprit is None or culprit in own:
+                    raise
+                self.engine.fail(culprit, error)  # the step did not happen: it is run again without that request
+        for request in self.requests:
+            if request.error is not None:
+                raise request.error
 
     def take(self) -> list[tuple[int, int]]:
         """Return (index of a request, its first new token not handed out before) for each with news."""

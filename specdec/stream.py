@@ -7,6 +7,7 @@ from typing import Any
 
 from specdec.errors import ConfigError
 
+_MOST_HALVES = 4  # no character has more bytes, so what is unfinished for longer stays so
 _UNFINISHED = "\N{REPLACEMENT CHARACTER}"  # how decoders show bytes that are no whole character yet
 
 
@@ -21,6 +22,10 @@ def as_stop_strings(stop: str | Sequence[str] | None) -> tuple[str, ...]:
     strings = (stop,) if isinstance(stop, str) else stop
     if not isinstance(strings, Sequence) or not all(isinstance(s, str) and s for s in strings):
         raise ConfigError(f"stop={stop!r}; allowed: a non-empty text, or a list of those")
+    try:
+        "".join(strings).encode()
+    except UnicodeError as error:
+        raise ConfigError(f"stop={stop!r} is not valid Unicode ({error})") from error
     return tuple(strings)
 
 
@@ -84,7 +89,8 @@ class TextStream:
         """Decode what is new behind a few tokens of context: alone, a token may lose its leading space."""
         known = self._decode(self._tokens[self._prefix : self._read])
         now = self._decode(self._tokens[self._prefix :])
-        if len(now) > len(known) and (final or not now.endswith(_UNFINISHED)):
+        waits_in_vain = len(self._tokens) - self._read > _MOST_HALVES
+        if len(now) > len(known) and (final or waits_in_vain or not now.endswith(_UNFINISHED)):
             self._decoded += now[len(known) :]
             self._prefix, self._read = self._read, len(self._tokens)
 

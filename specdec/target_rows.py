@@ -109,7 +109,8 @@ class StepRows:
             # Never emitted: plain decoding asks nothing behind a stop, and a grammar may have no answer there.
             return logits[0].to(torch.float32)
         ids = torch.cat([self._tokens(row), path[None]], dim=1)
-        return apply_processors(logits, ids, request.sampling.processors)[0]
+        with request.blamed():
+            return apply_processors(logits, ids, request.sampling.processors)[0]
 
     def _tokens(self, row: int) -> Tensor:
         """Return [1, n] int64, the tokens of a request up to its root; made once per step."""
@@ -130,8 +131,10 @@ class StepRows:
             first = int(bad.nonzero()[0, 0])
             index, value = int(rows[first]), float(largest[first])
             what = "NaN" if value != value else "-inf for every token" if value < 0 else "+inf for some tokens"
-            raise ModelOutputError(
-                f"request {self._requests[index].request_id}: the target's logits are {what} after "
-                f"{len(self._requests[index].tokens)} tokens, so no token can be chosen; check the weights, the dtype "
-                "(float16 overflows in some models) and the logits processors"
-            )
+            request = self._requests[index]
+            with request.blamed():
+                raise ModelOutputError(
+                    f"request {request.request_id}: the target's logits are {what} after {len(request.tokens)} tokens, "
+                    "so no token can be chosen; check the weights, the dtype (float16 overflows in some models) and "
+                    "the logits processors"
+                )

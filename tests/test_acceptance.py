@@ -12,6 +12,7 @@ import torch
 import specdec
 from specdec.acceptance import VerifierChoice, accepted_paths, judge
 from specdec.build import build_verifiers
+from specdec.errors import ConfigError
 from specdec.interfaces import SamplingParams, TokenTree, VerifyResult
 from specdec.noise import KeyedNoise
 from specdec.request import Request, StopRules
@@ -91,8 +92,39 @@ class TestJudge:
         assert self.verdict([1, 3, 4], 50, most=2, eos=[13]).finish_reason == "stop"
 
     def test_paths(self) -> None:
-        result = VerifyResult(torch.tensor([[1, 3, -1], [-1, -1, -1]]), torch.tensor([2, 0]), torch.tensor([7, 8]))
-        assert accepted_paths(result) == [([1, 3], 7), ([], 8)]
+        result = self.answer()
+        assert accepted_paths(result, MatchVerifier(), self.TREES, 9) == [([1, 3], 7), ([], 8)]
+
+    TREES = stack_trees([([5, 6, 7, 8], [-1, 0, 0, 1]), ([5], [-1])])
+
+    @staticmethod
+    def answer(**change: Any) -> VerifyResult:
+        parts = {
+            "path": torch.tensor([[1, 3, -1], [-1, -1, -1]]),
+            "num_accepted": torch.tensor([2, 0]),
+            "next_token_ids": torch.tensor([7, 8]),
+        }
+        return VerifyResult(**{**parts, **change})
+
+    @pytest.mark.parametrize(
+        "result",
+        [
+            None,
+            (1, 2),
+            answer(next_token_ids=torch.tensor([7, 9])),
+            answer(next_token_ids=torch.tensor([-1, 8])),
+            answer(next_token_ids=torch.tensor([7])),
+            answer(num_accepted=torch.tensor([-1, 0])),
+            answer(num_accepted=torch.tensor([4, 0])),
+            answer(num_accepted=torch.tensor([2, 1])),
+            answer(path=torch.tensor([[1, 2, -1], [-1, -1, -1]])),  # not one below the other
+            answer(path=torch.tensor([[1, 99, -1], [-1, -1, -1]])),
+            answer(path=torch.tensor([[1, 3, -1]])),
+        ],
+    )
+    def test_a_verifiers_answer_is_checked(self, result: Any) -> None:
+        with pytest.raises(ConfigError, match="verifier 'match' returned"):
+            accepted_paths(result, MatchVerifier(), self.TREES, 9)
 
 
 def test_several_rules_in_one_step() -> None:

@@ -175,6 +175,28 @@ class TestAnExistingProgram:
         for door in (ours, custom):
             assert torch.equal(door(model, ids, mask, "ngram", **options), want)
 
+    @pytest.mark.parametrize(
+        "options", [{"begin_suppress_tokens": [19, 60]}, {"forced_eos_token_id": 33}, {"min_new_tokens": 15}], ids=str
+    )
+    def test_processors_that_count_positions_and_right_padding(self, options: dict[str, Any]) -> None:
+        """Right-padded rows are generated from as if they were not padded, by every processor, too."""
+        model = llama()
+        ids, mask = padded(PROMPTS, left=False, extra=3)
+        rows = specdec.generate(model, ids, mask, max_new_tokens=18, do_sample=False, **options)[:, ids.shape[1] :]
+        for row, prompt in zip(rows.tolist(), PROMPTS, strict=True):
+            want = model.generate(one(prompt), max_new_tokens=18, do_sample=False, **options)[0, len(prompt) :].tolist()
+            assert row[: len(want)] == want
+
+    @pytest.mark.parametrize("name", ["eos_token_id", "repetition_penalty", "max_new_tokens"])
+    def test_none_overrides_a_config(self, name: str) -> None:
+        model = llama(None)
+        free = model.generate(one(PROMPTS[1]), max_new_tokens=9, do_sample=False)[0, 7:].tolist()
+        values = {"eos_token_id": free[3], "repetition_penalty": 1.9, "max_new_tokens": 3}
+        config = GenerationConfig(do_sample=False, pad_token_id=0, max_length=16, **{name: values[name]})
+        for options in ({}, {name: None}):
+            want = model.generate(one(PROMPTS[1]), generation_config=config, **options)
+            assert torch.equal(specdec.generate(model, one(PROMPTS[1]), generation_config=config, **options), want)
+
     def test_the_callers_objects_stay(self) -> None:
         model = llama()
         ids, mask = padded(PROMPTS)
@@ -342,6 +364,16 @@ class TestCustomGenerate:
         bloom = build(next(a for a in REFUSED if a.name == "bloom"))
         with pytest.raises(UnsupportedModelError, match="ALiBi"):
             bloom.generate(ids, custom_generate=specdec.custom_generate, max_new_tokens=2)
+
+    def test_positions_that_do_not_follow_from_the_mask(self) -> None:
+        model = llama()
+        ids, mask = padded(PROMPTS)
+        positions = (mask.cumsum(1) - 1).clamp_min(0)
+        options = {"max_new_tokens": 4, "do_sample": False}
+        want = custom(model, ids, mask, "none", **options)
+        assert torch.equal(custom(model, ids, mask, "none", position_ids=positions, **options), want)
+        with pytest.raises(ConfigError, match="position_ids are not those"):
+            custom(model, ids, mask, "none", position_ids=positions + 50, **options)
 
     def test_sampling_with_a_seed_is_the_other_doors(self) -> None:
         model = llama()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import gc
+import os
+import signal
 import threading
 from typing import Any
 
@@ -148,6 +151,19 @@ class TestStream:
         assert got == want
         assert is_idle(llm)
 
+    def test_steps_between_two_pieces(self, llm: specdec.LLM) -> None:
+        """Of a stream of several prompts, while another stream steps the same engine."""
+        want = llm.generate(PROMPTS[:2], max_new_tokens=16)
+        pieces, other = [], llm.stream(PROMPTS[2], max_new_tokens=40)
+        for piece in llm.stream(PROMPTS[:2], max_new_tokens=16):
+            pieces.append(piece)
+            next(other, None)
+        for i, done in enumerate(want):
+            own = [p for p in pieces if p.index == i]
+            assert [t for p in own for t in p.token_ids] == done.token_ids
+            assert "".join(p.text for p in own) == done.text
+            assert [p.completion.text for p in own if p.completion is not None] == [done.text]
+
     def test_a_call_beside_an_open_stream(self, llm: specdec.LLM) -> None:
         want = [c.token_ids for c in llm.generate(PROMPTS[:2], max_new_tokens=16)]
         stream = llm.stream(PROMPTS[0], max_new_tokens=16)
@@ -183,6 +199,26 @@ class TestAsync:
         assert [c.token_ids for c in completions] == want
         assert is_idle(llm)
         assert [c.token_ids for c in llm.generate(PROMPTS, max_new_tokens=16)] == want, "and back in this thread"
+
+    def test_a_slow_reader_beside_a_fast_one(self, llm: specdec.LLM) -> None:
+        want = llm.generate(PROMPTS, max_new_tokens=20)
+
+        async def read(prompts: list[list[int]], pause: float) -> list[Any]:
+            pieces = []
+            async for piece in llm.astream(prompts, max_new_tokens=20):
+                pieces.append(piece)
+                await asyncio.sleep(pause)
+            return pieces
+
+        async def main() -> list[Any]:
+            return list(await asyncio.gather(read(PROMPTS[:2], 0.02), read(PROMPTS[2:], 0.0)))
+
+        slow, fast = asyncio.run(main())
+        for pieces, answers in ((slow, want[:2]), (fast, want[2:])):
+            for i, done in enumerate(answers):
+                own = [p for p in pieces if p.index == i]
+                assert [t for p in own for t in p.token_ids] == done.token_ids
+                assert "".join(p.text for p in own) == done.text
 
     def test_the_loop_goes_on(self, llm: specdec.LLM) -> None:
         async def main() -> int:
@@ -264,3 +300,95 @@ class TestAsync:
         thread.start()
         thread.join()
         assert len(errors) == 1
+
+
+class Raises:
+    """A criterion or processor of one caller's that fails at its second call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, input_ids: Any, scores: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls == 2:
+            raise RuntimeError("this caller's own")
+        return scores if scores is not None else False
+
+
+class TestNeighbours:
+    @pytest.mark.parametrize("name", ["stopping_criteria", "logits_processor"])
+    @pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+    def test_one_callers_fault_is_no_others(self, llm: specdec.LLM, name: str, order: tuple[int, int]) -> None:
+        want = llm.generate(PROMPTS[0], max_new_tokens=16)[0].token_ids
+
+        async def main() -> list[Any]:
+            calls = [
+                llm.agenerate(PROMPTS[0], max_new_tokens=16),
+                llm.agenerate(PROMPTS[1], max_new_tokens=16, **{name: [Raises()]}),
+            ]
+            return await asyncio.gather(*(calls[i] for i in order), return_exceptions=True)
+
+        answers = asyncio.run(main())
+        good, bad = (answers[order.index(i)] for i in (0, 1))
+        assert good[0].token_ids == want
+        assert isinstance(bad, RuntimeError)
+        assert is_idle(llm)
+
+    def test_of_interleaved_streams(self, llm: specdec.LLM) -> None:
+        want = llm.generate(PROMPTS[0], max_new_tokens=16)[0].token_ids
+        good = llm.stream(PROMPTS[0], max_new_tokens=16)
+        bad = llm.stream(PROMPTS[1], max_new_tokens=16, logits_processor=[Raises()])
+        next(bad)
+        got = [t for piece in good for t in piece.token_ids]
+        assert got == want
+        with pytest.raises(RuntimeError, match="this caller's own"):
+            list(bad)
+        assert is_idle(llm)
+
+    @pytest.mark.parametrize("how", ["close", "drop"])
+    def test_a_stream_that_ends_in_another_thread(self, llm: specdec.LLM, how: str) -> None:
+        streams = [llm.stream(PROMPTS[0], max_new_tokens=50)]
+        next(streams[0])
+        thread = threading.Thread(target=streams[0].close if how == "close" else streams.clear)  # type: ignore[attr-defined]
+        thread.start()
+        thread.join()
+        del thread
+        streams.clear()
+        gc.collect()
+        assert not llm.engine.has_unfinished
+        assert is_idle(llm)
+
+    def test_a_loop_in_another_thread_takes_an_idle_engine_over(self, llm: specdec.LLM) -> None:
+        want = llm.generate(PROMPTS[0], max_new_tokens=8)[0].token_ids
+        found: list[Any] = []
+        for _ in range(2):
+            thread = threading.Thread(
+                target=lambda: found.append(asyncio.run(llm.agenerate(PROMPTS[0], max_new_tokens=8)))
+            )
+            thread.start()
+            thread.join()
+        assert [c[0].token_ids for c in found] == [want, want]
+        assert llm.generate(PROMPTS[0], max_new_tokens=8)[0].token_ids == want
+
+    def test_a_loop_that_ends_closes_what_is_open_quietly(self, llm: specdec.LLM, caplog: Any) -> None:
+        kept: list[Any] = []
+
+        async def main() -> None:
+            kept.append(llm.astream(PROMPTS[0], max_new_tokens=50))
+            await anext(kept[0])
+
+        asyncio.run(main())
+        assert not caplog.records
+        llm.generate(PROMPTS[0], max_new_tokens=2)
+        assert is_idle(llm)
+
+    @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+    def test_a_forked_process_begins_anew(self, llm: specdec.LLM) -> None:
+        asyncio.run(llm.agenerate(PROMPTS[0], max_new_tokens=2))
+        assert copy.deepcopy(llm._worker) is not llm._worker
+        child = os.fork()
+        if child == 0:
+            signal.alarm(20)
+            llm._worker.settle(llm.engine)
+            os._exit(0 if llm._worker._pool is None else 1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

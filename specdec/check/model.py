@@ -14,7 +14,7 @@ from specdec.models.clone import device_of
 from specdec.models.compatibility import Refusal, find_refusal, max_positions, refuse_unsupported
 from specdec.models.conformance import SHORT, TOLERANCE, compare, take_reference
 from specdec.models.described import Described, describe
-from specdec.models.dtypes import parse_dtype
+from specdec.models.dtypes import default_dtype, parse_dtype
 from specdec.models.generation import eos_token_ids
 from specdec.models.hosted import base_forward
 from specdec.models.int8_copy import LEAST_LINEAR_SHARE
@@ -126,6 +126,11 @@ def _described(found: Described, known: Compatibility, wanted: torch.dtype | str
     config, text, notes = found.config, found.config.get_text_config(), list[str]()
     dtype = _dtype_of(found, wanted)
     sizes = _sizes(found, dtype, notes)
+    usual = default_dtype(None, None)
+    if found.model is None and not isinstance(wanted, torch.dtype) and dtype != usual:
+        notes.append(
+            f"the sizes are those of {str(dtype)[6:]}; on this machine it is loaded in {str(usual)[6:]} by default"
+        )
     values = _kv_values(config, known)
     if text is not config:
         notes.append("it has parts for more than text; specdec runs text prompts")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from specdec.draft_length.cost_aware import CostAwareLength, StepTimes
 from specdec.errors import ConfigError
-from specdec.registry import refuse_unknown
 from specdec.scheduler import Work
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ class DraftLength(Protocol):
 
     name: str
     min_confidence: float  # see `DraftRequest.min_confidence`
+    remembers: bool  # what one request's drafts came to decides on another's
 
     def allot(self, work: Sequence[Work]) -> Sequence[Work]:
         """Return the step's work with the draft tokens each request gets."""
@@ -51,6 +52,7 @@ class StaticLength:
 
     name = "static"
     min_confidence = 0.0
+    remembers = False
 
     def allot(self, work: Sequence[Work]) -> Sequence[Work]:
         return work
@@ -78,7 +80,9 @@ class ConfidenceLength(StaticLength):
 def check_draft_length(name: str, confidence_threshold: float) -> None:
     """Raise ConfigError unless `name` is a policy and the threshold a probability."""
     if name not in DRAFT_LENGTHS:
-        refuse_unknown("draft_length", [name], DRAFT_LENGTHS)
+        close = difflib.get_close_matches(str(name), DRAFT_LENGTHS, n=1)
+        hint = f" did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"draft_length={name!r};{hint} allowed: {', '.join(DRAFT_LENGTHS)}")
     is_number = isinstance(confidence_threshold, int | float) and not isinstance(confidence_threshold, bool)
     if not is_number or not 0.0 <= confidence_threshold <= 1.0:
         raise ConfigError(f"confidence_threshold={confidence_threshold!r}; allowed: a probability, 0 to 1")

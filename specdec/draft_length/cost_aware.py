@@ -70,6 +70,7 @@ class CostAwareLength:
 
     name = "cost_aware"
     min_confidence = 0.0
+    remembers = True
 
     def __init__(self, step_times: StepTimes) -> None:
         self.step_times = step_times

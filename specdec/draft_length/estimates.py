@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 # Before anything is known: acceptance is taken to be good, so that an expensive drafter is tried at all, and a draft
 # token to cost this share of a target step, so that it is not taken to be free.
 _PRIOR_ACCEPTANCE, _PRIOR_COST = 0.8, 0.3
-_PRIOR_TRIALS = 2.0  # the weight of each prior, in trials
-_MOST_PRIOR_TRIALS = 8.0
+_PRIOR_TRIALS = 4.0  # the weight of that, in trials: one failure is no verdict
+_LEAST_PRIOR_TRIALS, _MOST_PRIOR_TRIALS = 2.0, 8.0  # the weight of everyone's acceptance for a request's
 _LEAST_ACCEPTANCE = 0.005
 _OWN_MEMORY, _ALL_MEMORY = 0.96, 0.99  # weight of a trial that is one trial old: about 25 and 100 trials count
 _COST_MEMORY, _ANSWER_MEMORY = 0.9, 0.98
@@ -41,7 +41,7 @@ class Average:
 
         The more is known of everyone, the more of its own it takes to differ; in the end only its own count.
         """
-        weight = min(_PRIOR_TRIALS + everyone.weight / _PRIOR_TRIALS, _MOST_PRIOR_TRIALS)
+        weight = min(_LEAST_PRIOR_TRIALS + everyone.weight / 2, _MOST_PRIOR_TRIALS)
         return self.mean(everyone.mean(prior), weight * self.faded)
 
 
@@ -196,8 +196,10 @@ class DraftCost:
             if not line.num_samples or scaled >= line.at(depth):
                 return
         elif num_unseen:
-            # With its first forward over all of that, drafting without it would take at least this.
-            scaled *= self._step_s(1) / self._step_s(num_unseen)
+            # With its first forward over all of that, drafting without it would take at least `least`, and at most
+            # what this took.
+            least = scaled * self._step_s(1) / self._step_s(num_unseen)
+            scaled = min(max(least, line.at(depth)), scaled)
         line.add(depth, scaled, is_guess=bool(num_unseen) and not line.num_samples)
         self._lines[bucket] = line
 

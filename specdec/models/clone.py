@@ -122,7 +122,15 @@ def fingerprint(model: nn.Module) -> tuple[object, ...]:
     """
     weights = tuple(_look(t) for t in (*model.parameters(), *model.buffers()))
     modules = tuple(
-        (id(m), type(m), tuple(map(id, m._modules.values())), *m._forward_hooks, *m._forward_pre_hooks, _settings(m))
+        (
+            id(m),
+            type(m),
+            id(vars(m).get("forward")),
+            tuple(map(id, m._modules.values())),
+            *m._forward_hooks,
+            *m._forward_pre_hooks,
+            _settings(m),
+        )
         for m in model.modules()
     )
     return weights, modules

@@ -36,8 +36,8 @@ from specdec.sampling import check_sampling, warn_without_effect
 REFUSED = {
     "num_beams": "beam search keeps several hypotheses; use num_beams=1",
     "num_beam_groups": "beam search keeps several hypotheses; leave it out",
-    "constraints": "constrained beam search is not supported; use prefix_allowed_tokens_fn or a logits processor",
-    "force_words_ids": "constrained beam search is not supported; use prefix_allowed_tokens_fn or a logits processor",
+    "constraints": "they need beam search; use prefix_allowed_tokens_fn or a logits processor",
+    "force_words_ids": "it needs beam search; use prefix_allowed_tokens_fn or a logits processor",
     "penalty_alpha": "contrastive search ranks candidates by hidden states; leave it out",
     "dola_layers": "DoLa contrasts layers; leave it out",
     "guidance_scale": "classifier-free guidance runs a second, unconditional context; leave it out",
@@ -55,10 +55,13 @@ REFUSED = {
     "token_healing": "heal the prompt first: model.heal_tokens(input_ids, tokenizer)",
 }
 # Processors with a state of their own for a whole batch: rows are asked about one at a time here.
-STATEFUL = ("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+STATEFUL = (
+    *("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"),
+    "ClassifierFreeGuidanceLogitsProcessor",
+)
 _NEUTRAL: dict[str, tuple[Any, ...]] = {"num_beams": (1,), "num_beam_groups": (1,), "guidance_scale": (1, 1.0)}
 # Meaningless here: arguments that are no fields of a GenerationConfig, and fields, with why.
-_WITHOUT_EFFECT = ("trust_remote_code", "use_model_defaults")
+_WITHOUT_EFFECT = ("trust_remote_code",)
 _OWN_CACHE, _OWN_LOOP = "here, the KV cache is specdec's own", "here, the forward is specdec's own"
 FIELDS_WITHOUT_EFFECT = {
     **dict.fromkeys(("cache_implementation", "cache_config", "max_cache_len"), _OWN_CACHE),
@@ -70,6 +73,8 @@ _OWN_OPTIONS = (
     *("drafter", "drafter_options", "verifier", "max_draft_tokens", "draft_length", "seed", "tokenizer"),
     *("return_stats", "output_logprobs"),
 )
+# What transformers raises at values it was not written for.
+_TRANSFORMERS_ERRORS = (ValueError, TypeError, AttributeError, RuntimeError, IndexError, KeyError)
 _WARPERS = (TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper, MinPLogitsWarper)
 
 
@@ -120,12 +125,14 @@ def read_config(
         raise ConfigError("the model's generation_config is None; set a GenerationConfig, or use specdec.LLM")
     given = {k: v for k, v in options.items() if v is not None}
     _refuse(given)
+    # None overrides what a config says, as in transformers.
+    cleared = {k: None for k, v in options.items() if v is None and is_generation_field(k)}
     if generation_config is not None and not isinstance(generation_config, GenerationConfig):
         raise ConfigError(f"generation_config is a GenerationConfig, got {type(generation_config).__name__}")
     own = copy.deepcopy(generation_config)
     try:
-        config, unknown = model._prepare_generation_config(copy.deepcopy(own), **copy.copy(given))
-    except (ValueError, TypeError) as error:
+        config, unknown = model._prepare_generation_config(copy.deepcopy(own), **given, **cleared)
+    except _TRANSFORMERS_ERRORS as error:
         raise ConfigError(f"generate(): {error}") from error
     _refuse(unknown)  # some that a GenerationConfig carries are handed on to the model
     unknown = {k: v for k, v in unknown.items() if k not in _WITHOUT_EFFECT}
@@ -143,6 +150,11 @@ def read_config(
         if getattr(config, name, None) not in (None, False):
             warn_without_effect(f"{name}={getattr(config, name)!r}", FIELDS_WITHOUT_EFFECT[name])
     return config, names
+
+
+def is_generation_field(name: str) -> bool:
+    """Tell whether transformers' GenerationConfig has a field of that name."""
+    return name in GenerationConfig().to_dict()
 
 
 def refuse_config(config: GenerationConfig) -> None:
@@ -196,11 +208,11 @@ def prepare(
     config.max_length = width + _max_new_tokens(model, config, width, has_length)
     if config.min_new_tokens is not None:
         config.min_length = width + int(config.min_new_tokens)
-    # True, or it warns of a missing mask, which is inferred here as transformers infers it.
-    model._prepare_special_tokens(config, True, device=input_ids.device)
     # The "encoder" of a decoder is its prompt.
     reads_prompt = config.encoder_repetition_penalty not in (None, 1.0) or bool(config.encoder_no_repeat_ngram_size)
     try:
+        # True, or it warns of a missing mask, which is inferred here as transformers infers it.
+        model._prepare_special_tokens(config, True, device=input_ids.device)
         processors = model._get_logits_processor(
             generation_config=config,
             input_ids_seq_length=width,
@@ -208,14 +220,15 @@ def prepare(
             prefix_allowed_tokens_fn=prefix_allowed_tokens_fn,
             logits_processor=LogitsProcessorList(as_processors(logits_processor)),
             device=str(device_of(model)),
-            model_kwargs={"attention_mask": attention_mask},
+            # Zeros first, as rows are shown to processors.
+            model_kwargs={"attention_mask": None if attention_mask is None else attention_mask.sort(dim=1).values},
         )
         criteria = model._get_stopping_criteria(
             generation_config=config,
             stopping_criteria=StoppingCriteriaList(_as_criteria(stopping_criteria)),
             tokenizer=tokenizer,
         )
-    except ValueError as error:
+    except _TRANSFORMERS_ERRORS as error:
         raise ConfigError(f"generate(): {error}") from error
     return Call(config, as_processors(list(processors)), list(criteria))
 
@@ -332,12 +345,8 @@ def mask_of(input_ids: Tensor, attention_mask: Any, config: GenerationConfig) ->
 
 
 def _unpad(input_ids: Tensor, mask: Tensor) -> list[tuple[list[int], list[int]]]:
-    """Return (token ids without padding, padding on the left) per row."""
-    found = []
-    for ids, kept in zip(input_ids, mask.bool(), strict=True):
-        first = int(kept.to(torch.int64).argmax()) if len(kept) else 0
-        found.append((ids[kept].tolist(), ids[:first].tolist()))
-    return found
+    """Return (token ids, masked ids) per row; masked ones count as padding on the left, wherever they stand."""
+    return [(ids[kept].tolist(), ids[~kept].tolist()) for ids, kept in zip(input_ids, mask.bool(), strict=True)]
 
 
 def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> list[Any]:
@@ -360,7 +369,7 @@ def _as_criteria(given: Any) -> list[Any]:
     if given is None:
         return []
     criteria = [given] if callable(given) and not isinstance(given, list) else given
-    if not isinstance(criteria, list | tuple) or not all(callable(c) for c in criteria):
+    if not isinstance(criteria, list | tuple) or not all(callable(c) and not isinstance(c, type) for c in criteria):
         raise ConfigError(f"stopping_criteria={given!r}; allowed: a StoppingCriteria or a list of them")
     return list(criteria)
 
@@ -375,7 +384,7 @@ def as_processors(given: Any) -> list[Any]:
         return []
     # A LogitsProcessorList can be called, too.
     processors = [given] if callable(given) and not isinstance(given, list) else given
-    if not isinstance(processors, list | tuple) or not all(callable(p) for p in processors):
+    if not isinstance(processors, list | tuple) or not all(callable(p) and not isinstance(p, type) for p in processors):
         raise ConfigError(f"logits_processor={given!r}; allowed: a LogitsProcessor or a list of them")
     for processor in processors:
         if type(processor).__name__ in STATEFUL:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,7 +75,6 @@ def measure_step_times(
     *,
     rows: Sequence[int] = (1, 2, 4, 8, 16, 32),
     context: int = 128,
-    repeats: int = 11,
 ) -> list[dict[str, float]]:
     """Return t(M): median seconds of a forward of M rows after `context` tokens, for each M.
 
@@ -85,36 +85,48 @@ def measure_step_times(
         model: a transformers model whose own forward with its own cache is timed in turn with it, if given.
         rows: the Ms.
         context: committed tokens before the forward.
-        repeats: timings of each, after two that do not count.
 
     Returns:
         One {"rows", "runner_s", "transformers_s"} per M.
     """
-    ids = torch.arange(context + max(rows), device=runner.device) % runner.vocab_size
+    table = []
+    with _after_context(runner, context, max(rows)) as ids:
+        for m in rows:
+            calls = {"runner_s": _our_call(runner, ids[context : context + m])}
+            if model is not None:
+                calls["transformers_s"] = _transformers_call(model, ids.to(model.device), context, m)
+            table.append({"rows": float(m), **_median_in_turn(calls, runner.device)})
+    return table
+
+
+def step_seconds(runner: ModelRunner, rows: Sequence[int], *, context: int, repeats: int) -> list[float]:
+    """Return t(M) in the order of `rows`: median seconds as in `measure_step_times`, all Ms timed in turn.
+
+    In turn, so that whatever else the machine does meanwhile falls on all of them alike.
+    """
+    with _after_context(runner, context, max(rows)) as ids:
+        calls = {str(m): _our_call(runner, ids[context : context + m]) for m in rows}
+        return list(_median_in_turn(calls, runner.device, repeats).values())
+
+
+@contextmanager
+def _after_context(runner: ModelRunner, context: int, most_rows: int) -> Iterator[torch.Tensor]:
+    """Yield [context + most_rows] token ids, the first `context` of which a request of the runner's cache holds."""
+    ids = torch.arange(context + most_rows, device=runner.device) % runner.vocab_size
     cache = runner.cache
-    cache.open(_REQUEST_ID, context + max(rows))
+    cache.open(_REQUEST_ID, context + most_rows)
     try:
         cache.reserve(_REQUEST_ID, context)
         runner.forward([Segment(_REQUEST_ID, ids[:context], None, torch.arange(1))])
         cache.commit(_REQUEST_ID, torch.arange(context))
-        table = []
-        for m in rows:
-            segment = Segment(_REQUEST_ID, ids[context : context + m], None, torch.arange(m))
-
-            calls = {"runner_s": _our_call(runner, segment)}
-            if model is not None:
-                calls["transformers_s"] = _transformers_call(model, ids.to(model.device), context, m)
-            table.append({"rows": float(m), **_median_in_turn(calls, runner.device, repeats)})
-        return table
+        yield ids
     finally:
         cache.release(_REQUEST_ID)
 
 
-def _our_call(runner: ModelRunner, segment: Segment) -> _Timed:
-    return _Timed(
-        lambda: runner.forward([segment]),
-        before=lambda: runner.cache.reserve(_REQUEST_ID, int(segment.token_ids.shape[0])),
-    )
+def _our_call(runner: ModelRunner, ids: torch.Tensor) -> _Timed:
+    segment = Segment(_REQUEST_ID, ids, None, torch.arange(len(ids)))
+    return _Timed(lambda: runner.forward([segment]), before=lambda: runner.cache.reserve(_REQUEST_ID, len(ids)))
 
 
 def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> _Timed:
@@ -131,7 +143,7 @@ def _transformers_call(model: Any, ids: torch.Tensor, context: int, m: int) -> _
     return _Timed(call, after=lambda: past.crop(-m))
 
 
-def _median_in_turn(calls: dict[str, _Timed], device: torch.device, repeats: int) -> dict[str, float]:
+def _median_in_turn(calls: dict[str, _Timed], device: torch.device, repeats: int = 11) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in calls}
     for repeat in range(repeats + 2):
         for name, timed in calls.items():

@@ -13,6 +13,7 @@ import platform
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TypeGuard
 
@@ -24,6 +25,8 @@ from specdec.models.cache_dir import atomic_write_json, ensure_cache_dir
 from specdec.models.progress import reporting
 
 log = logging.getLogger("specdec")
+# On an idle machine no product takes this many times longer than one with more rows of the same weights.
+_DISTURBED = 3.0
 
 ROW_BUCKETS = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 64, 128)
 # Weights of one shape are rotated so that a timed product reads memory and not the last-level cache.
@@ -82,6 +85,15 @@ class KernelTable:
     def wants_prepacking(self) -> bool:
         return any(self.by_rows()[1:17])
 
+    @property
+    def is_disturbed(self) -> bool:
+        """True if some rows took far longer than more rows did: other work took the cores meanwhile."""
+        return any(
+            seconds > _DISTURBED * fastest_later
+            for times in (self.default_s, self.prepacked_s)
+            for seconds, fastest_later in zip(times, reversed([*accumulate(reversed(times), min)]), strict=True)
+        )
+
 
 def _seconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
@@ -134,6 +146,14 @@ class KernelTables:
         if key not in tables:
             with torch.inference_mode():
                 tables[key] = measure_table(shape, dtype)
+                if tables[key].is_disturbed:
+                    tables[key] = measure_table(shape, dtype)
+            if tables[key].is_disturbed:
+                log.warning(
+                    "other work on this machine disturbed the timing of %s products; the choice of kernels may be "
+                    "poor, and is made anew next time",
+                    key,
+                )
             self._save()
         return tables[key]
 
@@ -144,13 +164,14 @@ class KernelTables:
                 stored = json.loads((ensure_cache_dir() / self._name).read_text())["tables"]
                 tables = {k: KernelTable(tuple(a), tuple(b)) for k, (a, b) in stored.items()}
                 if all(len(t.default_s) == len(t.prepacked_s) == len(ROW_BUCKETS) for t in tables.values()):
-                    self._tables = tables
+                    self._tables = {k: t for k, t in tables.items() if not t.is_disturbed}
             except (OSError, ValueError, KeyError, TypeError, AttributeError):
                 pass  # absent, unreadable or damaged: measured again
         return self._tables
 
     def _save(self) -> None:
-        tables = {k: [list(t.default_s), list(t.prepacked_s)] for k, t in (self._tables or {}).items()}
+        sound = {k: t for k, t in (self._tables or {}).items() if not t.is_disturbed}
+        tables = {k: [list(t.default_s), list(t.prepacked_s)] for k, t in sound.items()}
         try:
             atomic_write_json(ensure_cache_dir() / self._name, {"machine": self._machine, "tables": tables})
         except (OSError, ValueError) as error:

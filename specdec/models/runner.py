@@ -61,6 +61,10 @@ class ModelRunner:
                 "(the model object may be shared)"
             )
 
+    def may_use(self) -> bool:
+        """Tell whether the calling thread is the owner, or could become it."""
+        return self.owner in (None, threading.get_ident())
+
     def disown(self) -> None:
         """Let the next thread that uses it become the owner, if the calling one is; else nothing happens."""
         if self.owner == threading.get_ident():

@@ -18,7 +18,7 @@ import transformers
 
 from specdec.errors import ModelLoadError
 from specdec.models.cache_dir import atomic_write_json, dir_lock, ensure_cache_dir
-from specdec.models.machine import measure_step_times
+from specdec.models.machine import step_seconds
 from specdec.models.matmul import cpu_name
 from specdec.models.progress import report
 from specdec.models.runner import ModelRunner, Program
@@ -148,21 +148,11 @@ def _measure(runner: ModelRunner) -> StepTimes:
     context = max(1, min(_CONTEXT_TOKENS, most - rows[-1]))
     what = f"timing the target's forward with 1 to {rows[-1]} rows, once for this model and machine"
     report(what, 0, 1)
-    first_s = _table(own, [1], context, 1)[0]
-    repeats, rounds = (3, 3) if first_s < _SLOW_S else (3, 1)
+    first_s = step_seconds(own, [1], context=context, repeats=1)[0]
+    repeats = 11 if first_s < _SLOW_S else 3
     if first_s > _VERY_SLOW_S:
         rows, repeats = [r for r in rows if r in FEW_ROWS], 1
-    # In rounds over all rows, so that a busy second of the machine falls on one round and not on one row.
-    found = []
-    for done in range(rounds):
-        report(what, 1 + done, 1 + rounds)
-        found.append(_table(own, rows, context, repeats))
-    report(what, 1 + rounds, 1 + rounds)
-    return StepTimes(tuple(rows), smooth([statistics.median(times) for times in zip(*found, strict=True)]))
-
-
-def _table(runner: ModelRunner, rows: list[int], context: int, repeats: int) -> list[float]:
-    return [row["runner_s"] for row in measure_step_times(runner, rows=rows, context=context, repeats=repeats)]
+    return StepTimes(tuple(rows), smooth(step_seconds(own, rows, context=context, repeats=repeats)))
 
 
 def _capacity_tokens(runner: ModelRunner) -> int:

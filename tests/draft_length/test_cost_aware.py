@@ -111,7 +111,7 @@ def test_a_new_request_starts_from_what_others_showed() -> None:
     first = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60] * 3, prompt=PROMPT)
     assert first.num_draft_tokens > 3
     later = simulate(policy, CPU, per_token(1e-3), always(0), lengths=[60] * 3, prompt=PROMPT, first=3)
-    assert later.num_draft_tokens <= 3, "a try each at most"
+    assert later.num_draft_tokens <= first.num_draft_tokens / 2
 
 
 def test_drafting_resumes_when_the_text_changes() -> None:
@@ -285,10 +285,10 @@ def test_an_absurd_first_sample_is_not_for_ever() -> None:
 
     def spent(batch: int, depth: int) -> float:
         calls.append(depth)
-        return depth * 0.002 + (3.0 if len(calls) <= 2 else 0.0)
+        return depth * 0.002 + (3.0 if len(calls) == 1 else 0.0)
 
     run = simulate(CostAwareLength(CPU), CPU, spent, always(0.9), lengths=[3000], prompt=PROMPT)
-    assert plain(CPU, [3000], 1) / (run.seconds - 6.0) > 1.5
+    assert plain(CPU, [3000], 1) / (run.seconds - 3.0) > 1.5
 
 
 def test_a_released_request_is_forgotten() -> None:

@@ -189,7 +189,8 @@ class TestReport:
         assert report.kv_bytes_per_token == 12 * 2 * config.num_key_value_heads * 64 * 2
         assert report.weight_bytes == 2 * report.num_parameters
         assert not report.lean
-        report = check(str(tmp_path), weights=True)
+        assert report.notes == ["the sizes are those of bfloat16; on this machine it is loaded in float32 by default"]
+        report = check(str(tmp_path), weights=True, dtype="float32")
         assert report.notes == [f"there are no weights in {tmp_path}"]
         assert report.weights is None
 

@@ -228,6 +228,11 @@ class TestMeasuring:
     """Tables of this machine, in the user's cache directory."""
 
     @pytest.fixture(autouse=True)
+    def _idle(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Products this small take nothing but noise."""
+        monkeypatch.setattr(matmul, "_DISTURBED", float("inf"))
+
+    @pytest.fixture(autouse=True)
     def folder(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
         monkeypatch.setattr(matmul, "ROTATE_BYTES", 2**16)
@@ -361,3 +366,34 @@ def test_greedy_ids_where_only_some_layers_fit(packed_rows: list[int], monkeypat
     got = specdec.generate(model, one(PROMPTS[1]), max_new_tokens=24, do_sample=False, drafter="oracle", **options)
     assert got[0, 7:].tolist() == reference(model, PROMPTS[1], 24)
     assert packed_rows
+
+
+class TestABusyMachine:
+    """Timings that other work disturbed are used once and never kept."""
+
+    SOUND = KernelTable(tuple(1.0 + 0.1 * i for i in range(len(ROW_BUCKETS))), (1.0,) * len(ROW_BUCKETS))
+    DISTURBED = KernelTable(SOUND.default_s, (40.0, *SOUND.prepacked_s[1:]))
+
+    def test_it_is_seen(self) -> None:
+        assert not self.SOUND.is_disturbed
+        assert self.DISTURBED.is_disturbed
+        assert KernelTable((9.0, *self.SOUND.default_s[1:]), self.SOUND.prepacked_s).is_disturbed
+        assert not KernelTable(self.SOUND.default_s, tuple(reversed(self.SOUND.default_s))).is_disturbed
+
+    @pytest.mark.parametrize("answers", ["disturbed", "disturbed, then sound", "sound"])
+    def test_what_is_kept(
+        self, answers: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path))
+        tables = {
+            "disturbed": [self.DISTURBED] * 2,
+            "disturbed, then sound": [self.DISTURBED, self.SOUND],
+            "sound": [self.SOUND],
+        }[answers]
+        monkeypatch.setattr(matmul, "measure_table", lambda shape, dtype: tables.pop(0))
+        table = KernelTables().get((8, 8), torch.float32)
+        assert tables == []
+        assert table.is_disturbed == ("disturbed the timing" in caplog.text) == (answers == "disturbed")
+        monkeypatch.setattr(matmul, "measure_table", lambda shape, dtype: self.SOUND)
+        again = KernelTables()
+        assert again._load() == ({} if answers == "disturbed" else {"(8, 8) torch.float32": self.SOUND})

@@ -28,11 +28,11 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """Replace the clock by a formula and note what was asked."""
     asked: list[list[int]] = []
 
-    def measure(runner: Any, *, rows: list[int], context: int, repeats: int) -> list[dict[str, float]]:
+    def measure(runner: Any, rows: list[int], *, context: int, repeats: int) -> list[float]:
         asked.append(rows)
-        return [{"rows": float(r), "runner_s": 0.01 + 0.001 * r} for r in rows]
+        return [0.01 + 0.001 * r for r in rows]
 
-    monkeypatch.setattr(module, "measure_step_times", measure)
+    monkeypatch.setattr(module, "step_seconds", measure)
     return asked
 
 
@@ -128,19 +128,18 @@ def test_rows_fit_the_models_positions(runner: ModelRunner, measured: list[list[
 
 
 def test_slow_models_are_timed_less(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
-    for t1, most in ((0.1, 10), (0.5, 2), (2.0, 2)):
-        calls: list[tuple[int, int]] = []
+    asked = {}
+    for t1 in (0.1, 0.5, 2.0):
 
-        def measure(
-            _: Any, *, rows: list[int], context: int, repeats: int, t1: float = t1, calls: Any = calls
-        ) -> list[dict[str, float]]:
-            calls.append((len(rows), repeats))
-            return [{"runner_s": t1} for _ in rows]
+        def measure(_: Any, rows: list[int], *, context: int, repeats: int, t1: float = t1) -> list[float]:
+            asked[t1] = (len(rows), repeats)
+            return [t1 for _ in rows]
 
-        monkeypatch.setattr(module, "measure_step_times", measure)
+        monkeypatch.setattr(module, "step_seconds", measure)
         module._measure(runner)
-        assert len(calls) <= most
-    assert calls[-1][1] == 1
+    forwards = [rows * repeats for rows, repeats in asked.values()]
+    assert forwards == sorted(forwards, reverse=True)
+    assert forwards[-1] <= 6
 
 
 def test_the_real_clock(runner: ModelRunner) -> None:
