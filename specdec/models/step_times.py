@@ -152,7 +152,9 @@ def _measure(runner: ModelRunner) -> StepTimes:
     repeats = 11 if first_s < _SLOW_S else 3
     if first_s > _VERY_SLOW_S:
         rows, repeats = [r for r in rows if r in FEW_ROWS], 1
-    return StepTimes(tuple(rows), smooth(step_seconds(own, rows, context=context, repeats=repeats)))
+    seconds = step_seconds(own, rows, context=context, repeats=repeats)
+    report(what, 1, 1)
+    return StepTimes(tuple(rows), smooth(seconds))
 
 
 def _capacity_tokens(runner: ModelRunner) -> int:

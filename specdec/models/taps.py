@@ -38,6 +38,10 @@ class Taps:
         self._blocks: nn.ModuleList | None = None
         self._local = threading.local()  # programs are shared between threads, a forward is not
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """Stay one object: hooks that a copied model takes along take nothing outside of this program's forward."""
+        return self
+
     @property
     def _seen(self) -> dict[int, Tensor]:
         if not hasattr(self._local, "seen"):

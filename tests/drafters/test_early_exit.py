@@ -13,7 +13,7 @@ from torch import nn
 from specdec.build import build_drafter
 from specdec.drafters.static_tree import static_tree
 from specdec.errors import ConfigError, IncompatibleDrafterError
-from specdec.interfaces import DraftRequest, SamplingParams, Segment
+from specdec.interfaces import DraftRequest, FeatureSpec, SamplingParams, Segment
 from specdec.models.build import RunnerConfig, build_runner, runner_for
 from specdec.models.early_exit import first_layers
 from specdec.models.hosted import HostedProgram
@@ -218,3 +218,17 @@ def test_layers_that_cannot_be_cut_are_refused_by_name() -> None:
     runner.program.model.model.layers = nn.Sequential(*runner.program.model.model.layers)  # type: ignore[attr-defined]
     with pytest.raises(IncompatibleDrafterError, match="no list of 4 decoder blocks"):
         first_layers(runner, 2)
+
+
+def test_a_target_whose_hidden_states_were_asked_for() -> None:
+    """Hooks that take them do not keep the model from being cut."""
+    model = build(named("gemma2"))
+    engine = engine_of(model)
+    runner = engine.target.with_own_cache()
+    runner.cache.open(0, 8)
+    runner.cache.reserve(0, 3)
+    runner.forward([Segment(0, torch.tensor([1, 2, 3]), None, torch.arange(3))], FeatureSpec(layers=(0,)))
+    drafting = engine_of(model, "early_exit", {"num_layers": 1}, runner=engine.target.with_own_cache())
+    request = add(drafting, prompts(5)[0], 12)
+    drain(drafting)
+    assert request.new_tokens == reference(model, prompts(5)[0], 12)
