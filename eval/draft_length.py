@@ -5,25 +5,20 @@ python -m specdec.eval.draft_length
 
 from __future__ import annotations
 
-import json
-import logging
 import statistics
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
-from transformers.utils import logging as transformers_logging
 
 from specdec.api import LLM
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError
 from specdec.eval.draft_length_tables import markdown, show
+from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.eval.ratios import speedup
@@ -225,19 +220,7 @@ def measure(config: Any) -> dict[str, Any]:
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_length")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
-    logging.getLogger("specdec").setLevel(logging.INFO)
-    transformers_logging.set_verbosity_error()
-    try:
-        result = measure(config)
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    show(result, console)
-    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "draft_length.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
-    path.with_suffix(".md").write_text(markdown(result))
-    console.print(f"written to {path} and {path.with_suffix('.md').name}", highlight=False)
+    run_and_write(config, "draft_length", measure, lambda result: show(result, console), markdown)
 
 
 if __name__ == "__main__":

@@ -7,26 +7,22 @@ Exit code 0 = lossless, 1 = a difference that is no near-tie or too many near-ti
 
 from __future__ import annotations
 
-import json
-import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import hydra
 import torch
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 from specdec.api import LLM
 from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top_gap
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError
+from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.eval.timing import transformers_variant
@@ -183,19 +179,7 @@ def show(result: dict[str, Any]) -> bool:
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="lossless")
 def main(config: DictConfig) -> None:
     """Measure, print, write; the exit code is the verdict."""
-    logging.getLogger("specdec").setLevel(logging.INFO)
-    transformers_logging.set_verbosity_error()
-    try:
-        result = measure(config)
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "lossless.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
-    good = show(result)
-    console.print(f"written to {path}", highlight=False)
-    sys.exit(0 if good else 1)
+    sys.exit(0 if run_and_write(config, "lossless", measure, show) else 1)
 
 
 if __name__ == "__main__":

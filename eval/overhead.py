@@ -5,23 +5,19 @@ python -m specdec.eval.overhead
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 from specdec.api import LLM
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError
+from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.interfaces import FeatureSpec, Forward, Segment
@@ -123,17 +119,7 @@ def show(result: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="overhead")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
-    transformers_logging.set_verbosity_error()
-    try:
-        result = measure(config)
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    show(result)
-    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "overhead.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
-    console.print(f"written to {path}", highlight=False)
+    run_and_write(config, "overhead", measure, show)
 
 
 if __name__ == "__main__":

@@ -5,23 +5,18 @@ python -m specdec.eval.speedup drafter=self_int8 prompts=jsonl prompts.path=FILE
 
 from __future__ import annotations
 
-import json
-import logging
-import sys
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
-from transformers.utils import logging as transformers_logging
 
 from specdec.api import LLM, measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError
+from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.provenance import provenance
 from specdec.eval.ratios import speedup
@@ -206,18 +201,7 @@ def _show_step_times(result: dict[str, Any]) -> None:
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="speedup")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
-    logging.getLogger("specdec").setLevel(logging.INFO)
-    transformers_logging.set_verbosity_error()  # it warns of the EOS id that is never met, every time
-    try:
-        result = measure(config)
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    show(result)  # first: a result that cannot be written is still seen
-    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / "speedup.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
-    console.print(f"written to {path}", highlight=False)
+    run_and_write(config, "speedup", measure, show)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from specdec.models.runner import ModelRunner
 from specdec.record import Keep, TokenRecord
 from specdec.registry import DRAFTERS, refuse_unknown
 from specdec.request import Request, StopRules
-from specdec.running import Follower, Job, forget, run, start
+from specdec.running import Follower, Job, check_streamer, forget, run, start
 from specdec.sampling import check_sampling, warn_ignored
 from specdec.stats import RequestStats
 from specdec.stream import StopStrings, TextStream, as_stop_strings, text_of
@@ -200,8 +200,6 @@ class LLM:
         """
         _refuse_unknown("LLM.generate", unknown)
         self._worker.settle(self.engine)
-        if streamer is not None and (isinstance(streamer, type) or not hasattr(streamer, "put")):
-            raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
         options = self._options(
             max_new_tokens=max_new_tokens,
             temperature=temperature,
@@ -216,8 +214,7 @@ class LLM:
             logprobs=logprobs,
         )
         jobs = self._jobs(prompts, options)
-        if streamer is not None and len(jobs) != 1:
-            raise ConfigError(f"a streamer takes one prompt, {len(jobs)} were given")
+        check_streamer(streamer, len(jobs))
         self._refresh()
         return [self._completion(r, options.stop_strings) for r in run(self.engine, jobs, streamer)]
 
@@ -414,7 +411,7 @@ class _Pieces:
         pieces = []
         for i, first in self.follow.take():
             request, text = self._requests[i], self._texts[i]
-            new = request.new_tokens[first:]
+            new = request.tokens[request.num_prompt_tokens + first :]
             piece, done = text.push(new), None
             if request.finish_reason is not None:
                 piece += text.finish(request.finish_reason == "stop")

@@ -13,6 +13,7 @@ from specdec.interfaces import Drafter, DrafterContext, Verifier
 from specdec.models.build import RunnerConfig
 from specdec.models.loading import load_model
 from specdec.models.runner import ModelRunner
+from specdec.models.step_times import step_times
 from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
 from specdec.trace import trace_from_environment
 
@@ -95,14 +96,8 @@ def build_engine(
     built = build_drafter(drafter, runner, tokenizer, drafter_options)
     length = build_draft_length(
         config.draft_length,
-        step_times=lambda: _step_times(runner),
+        step_times=lambda: step_times(runner),
         confidence_threshold=config.confidence_threshold,
     )
     trace = trace_from_environment(runner, built, verifiers, config, tokenizer)
     return Engine(runner, built, verifiers, config, length, trace)
-
-
-def _step_times(runner: ModelRunner) -> Any:
-    from specdec.models.step_times import step_times
-
-    return step_times(runner)

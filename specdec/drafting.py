@@ -127,7 +127,7 @@ class Drafting:
         """Let the drafter forget a request; a fault of its own must not keep back other requests' tokens."""
         try:
             self.drafter.release(request.request_id)
-        except Exception:
+        except Exception:  # whatever a drafter raises is in the log; the request is over all the same
             log.exception("drafter %r could not release request %s", self.drafter.name, request.request_id)
 
     def tell_anew(self, request: Request) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.acceptance import VerifierChoice
 from specdec.build import OWN_FIELDS, build_engine, build_verifiers, split_options
 from specdec.engine import EngineConfig
 from specdec.errors import ConfigError, InputError
@@ -28,7 +29,7 @@ from specdec.models.generation import (
 )
 from specdec.models.wrapped import refuse_inputs, unwrapped
 from specdec.record import Keep
-from specdec.running import Job, run
+from specdec.running import Job, check_streamer, run
 from specdec.sampling import warn_ignored, warn_without_effect
 
 
@@ -38,7 +39,7 @@ class Speculation:
 
     drafter: str | Drafter = "none"
     options: dict[str, Any] | None = None
-    verifier: str | Verifier = "auto"
+    verifiers: VerifierChoice = field(default_factory=lambda: build_verifiers("auto"))
     engine: EngineConfig = field(default_factory=EngineConfig)
     runner: RunnerConfig = field(default_factory=RunnerConfig)
     tokenizer: Any | None = None
@@ -104,8 +105,8 @@ def generate(
     input_ids = kwargs.pop("inputs", None) if input_ids is None else input_ids
     own_options = {k: kwargs.pop(k) for k in sorted(OWN_FIELDS) if k in kwargs}
     engine, runner = split_options(own_options)
-    chosen = Speculation("none" if drafter is None else drafter, drafter_options, verifier, engine, runner, tokenizer)
-    build_verifiers(verifier)  # an unknown name is refused before anything is prepared
+    verifiers = build_verifiers(verifier)
+    chosen = Speculation("none" if drafter is None else drafter, drafter_options, verifiers, engine, runner, tokenizer)
     model = unwrapped(model)
     refuse_unsupported(model)
     config, explicit = read_config(model, generation_config, refuse_inputs(model, kwargs))
@@ -116,7 +117,7 @@ def generate(
     ids = _input_ids(input_ids, config)
     mask = mask_of(ids, attention_mask, config)
     num_return = _num_return_sequences(config)
-    _check_streamer(streamer, len(ids), num_return)
+    check_streamer(streamer, len(ids), num_return)
     ids, mask = (t.repeat_interleave(num_return, dim=0) for t in (ids, mask))
     call = prepare(
         model,
@@ -200,11 +201,16 @@ def custom_generate(
     _check_positions(model_kwargs.get("position_ids"), mask)
     resolved = resolve(model, input_ids, mask, call, seed, num_return, keep)
     chosen = Speculation(
-        "none" if drafter is None else drafter, drafter_options, verifier, engine, runner, spec_tokenizer
+        "none" if drafter is None else drafter,
+        drafter_options,
+        build_verifiers(verifier),
+        engine,
+        runner,
+        spec_tokenizer,
     )
     # Which of the other settings are the caller's cannot be seen here.
     chosen = _merge(chosen, _transformers_spelling(generation_config, {}, None), drafter, set(), options)
-    _check_streamer(spec_streamer, len(input_ids) // num_return, num_return)
+    check_streamer(spec_streamer, len(input_ids) // num_return, num_return)
     return _generate(model, input_ids, resolved, chosen, generation_config, spec_streamer, return_stats)
 
 
@@ -221,7 +227,7 @@ def _generate(
     engine = build_engine(
         runner,
         chosen.drafter,
-        build_verifiers(chosen.verifier),
+        chosen.verifiers,
         chosen.engine,
         tokenizer=chosen.tokenizer,
         drafter_options=chosen.options,
@@ -263,17 +269,6 @@ def _num_return_sequences(config: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ConfigError(f"num_return_sequences={value!r}; allowed: an integer >= 1")
     return value
-
-
-def _check_streamer(streamer: Any, num_prompts: int, num_return: int) -> None:
-    if streamer is None:
-        return
-    if isinstance(streamer, type) or not (hasattr(streamer, "put") and hasattr(streamer, "end")):
-        raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
-    if num_prompts != 1:
-        raise ConfigError(f"a streamer takes one prompt, {num_prompts} were given")
-    if num_return != 1:
-        raise ConfigError(f"a streamer takes one sequence; num_return_sequences is {num_return}")
 
 
 def _keep(config: Any, output_logprobs: bool) -> Keep:

@@ -69,13 +69,17 @@ class Request:
         return self.tokens[self.num_prompt_tokens :]
 
     @property
+    def num_new_tokens(self) -> int:
+        return len(self.tokens) - self.num_prompt_tokens
+
+    @property
     def num_pending(self) -> int:
         return len(self.tokens) - self.num_computed
 
     @property
     def num_remaining(self) -> int:
         """How many more tokens may be emitted."""
-        remaining = self.stop.max_new_tokens - (len(self.tokens) - self.num_prompt_tokens)
+        remaining = self.stop.max_new_tokens - self.num_new_tokens
         if self.stop.max_total_tokens is not None:
             remaining = min(remaining, self.stop.max_total_tokens - len(self.tokens))
         return remaining
@@ -134,13 +138,12 @@ class Request:
     @property
     def has_news(self) -> bool:
         """True while tokens or the end of the request have not been handed out."""
-        has_tokens = len(self.tokens) > self.num_prompt_tokens + self.num_reported
-        return has_tokens or (self.finish_reason is not None and not self.finish_reported)
+        return self.num_new_tokens > self.num_reported or (self.finish_reason is not None and not self.finish_reported)
 
     def hand_out(self) -> RequestOutput:
         """Return what has not been handed out yet, once."""
         first = self.num_reported
-        new, from_draft = self.new_tokens[first:], self.from_draft[first:]
+        new, from_draft = self.tokens[self.num_prompt_tokens + first :], self.from_draft[first:]
         self.num_reported += len(new)
         self.finish_reported = self.finish_reason is not None
         return RequestOutput(self.request_id, new, from_draft, self.finish_reason)

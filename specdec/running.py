@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from specdec.engine import Engine
-from specdec.errors import SpecdecError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.interfaces import SamplingParams
 from specdec.record import Keep
 from specdec.request import Request, StopRules
@@ -90,15 +90,26 @@ class Follower:
         found = []
         for i in self._waiting():
             found.append((i, self._seen[i]))
-            self._seen[i] = len(self.requests[i].new_tokens)
+            self._seen[i] = self.requests[i].num_new_tokens
             self._ended[i] = self.requests[i].finish_reason is not None
         return found
 
     def _waiting(self) -> Iterator[int]:
         for i, request in enumerate(self.requests):
-            has_tokens = len(request.tokens) - request.num_prompt_tokens > self._seen[i]
-            if has_tokens or (request.finish_reason is not None and not self._ended[i]):
+            if request.num_new_tokens > self._seen[i] or (request.finish_reason is not None and not self._ended[i]):
                 yield i
+
+
+def check_streamer(streamer: Any, num_prompts: int, num_return_sequences: int = 1) -> None:
+    """Raise ConfigError unless `streamer` is None, or a transformers streamer and there is one sequence for it."""
+    if streamer is None:
+        return
+    if isinstance(streamer, type) or not (hasattr(streamer, "put") and hasattr(streamer, "end")):
+        raise ConfigError(f"streamer={streamer!r}; allowed: a transformers streamer, with put() and end()")
+    if num_prompts != 1:
+        raise ConfigError(f"a streamer takes one prompt, {num_prompts} were given")
+    if num_return_sequences != 1:
+        raise ConfigError(f"a streamer takes one sequence; num_return_sequences is {num_return_sequences}")
 
 
 def run(engine: Engine, jobs: Sequence[Job], streamer: Any | None = None) -> list[Request]:
