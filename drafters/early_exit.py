@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.drafters.autoregression import draw_chain, fit_vocabulary
+from specdec.drafters.autoregression import draw_chain
+from specdec.drafters.static_growth import grow_static
 from specdec.drafters.static_tree import StaticTree, refuse_trees_on_chains, static_tree
 from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, Segment, TokenTree
 from specdec.models.early_exit import first_layers
 from specdec.models.runner import ModelRunner
-from specdec.tree import stack_trees
 
 
 class EarlyExitDrafter:
@@ -69,47 +69,18 @@ class EarlyExitDrafter:
 
     def _propose_trees(self, tree: StaticTree, requests: Sequence[DraftRequest]) -> TokenTree:
         """Run the nodes that have children, depth by depth, and take the likeliest tokens for those."""
-        growing = [_Growing(r, tree.fit(r.max_draft_tokens)) for r in requests]
-        for depth in range(max(g.tree.depth for g in growing)):
-            running = [g for g in growing if depth < g.tree.depth]
-            logits = fit_vocabulary(self._runner.forward([g.segment(depth) for g in running]).logits, self._vocab_size)
-            most = max(g.tree.width for g in running)
-            # An id the head cannot draw (-inf) would be drafted only where a node has more children than that.
-            top = logits.topk(min(most, self._vocab_size), dim=-1).indices.cpu()
-            for g, rows in zip(running, top.split([len(g.inner[depth]) for g in running]), strict=True):
-                g.take(depth, rows)
-        return stack_trees([(g.token_ids, g.tree.parents) for g in growing])
+
+        def expand(rows: list[int], token_ids: list[Tensor], parents: list[Tensor]) -> Tensor:
+            segments = [
+                Segment(requests[i].request_id, ids, above, torch.arange(len(ids)))
+                for i, ids, above in zip(rows, token_ids, parents, strict=True)
+            ]
+            return self._runner.forward(segments).logits
+
+        return grow_static(requests, tree, expand, self._vocab_size).tree
 
     def observe(self, seen: Sequence[Observation]) -> None: ...
 
     def release(self, request_id: int) -> None: ...
 
     def reset(self) -> None: ...
-
-
-class _Growing:
-    """One request's tree while its tokens are found."""
-
-    def __init__(self, request: DraftRequest, tree: StaticTree) -> None:
-        self.request_id, self.tree = request.request_id, tree
-        self.token_ids = [request.root_token_id] + [-1] * len(tree)
-        parents = set(tree.parents)
-        self.levels = tree.levels()
-        self.inner = [[node for node in level if node in parents] for level in self.levels]  # that have children
-        self.row: dict[int, int] = {}  # node -> its row in the reservation
-
-    def segment(self, depth: int) -> Segment:
-        """Return the segment of the nodes at `depth` that have children."""
-        nodes = self.inner[depth]
-        above = [self.row.get(self.tree.parents[node], -1) for node in nodes]
-        for node in nodes:
-            self.row[node] = len(self.row)
-        token_ids = torch.tensor([self.token_ids[node] for node in nodes])
-        parents = None if depth == 0 else torch.tensor(above)
-        return Segment(self.request_id, token_ids, parents, torch.arange(len(nodes)))
-
-    def take(self, depth: int, top: Tensor) -> None:
-        """Give the nodes below `depth` their tokens. top: [nodes that have children, width], likeliest first."""
-        rows = dict(zip(self.inner[depth], top.tolist(), strict=True))
-        for node in self.levels[depth + 1]:
-            self.token_ids[node] = rows[self.tree.parents[node]][self.tree.ranks[node]]

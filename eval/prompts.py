@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from specdec.api import LLM
 from specdec.errors import ConfigError, InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of a prompt set."""
+
+    text: str
+    name: str  # its "question_id" or "id", else its number
+    category: str
 
 
 def load_texts(config: Any) -> tuple[list[str], int]:
@@ -15,7 +26,7 @@ def load_texts(config: Any) -> tuple[list[str], int]:
     Raises:
         ConfigError: no such file, or nothing in it can be used.
     """
-    texts = _read(config.path) if config.texts is None else list(config.texts)
+    texts = [prompt.text for prompt in load_prompts(config)]
     short = [t for t in texts if config.max_words is None or len(t.split()) <= config.max_words]
     if not short:
         raise ConfigError(
@@ -24,7 +35,18 @@ def load_texts(config: Any) -> tuple[list[str], int]:
     return _spread(short, config.limit), len(texts) - len(short)
 
 
-def _read(name: str) -> list[str]:
+def load_prompts(config: Any) -> list[Prompt]:
+    """Return every row of a prompts config; those without a "category" are of the category "other".
+
+    Raises:
+        ConfigError: no such file, or a row of it has no text.
+    """
+    if config.texts is not None:
+        return [Prompt(text, str(i), "other") for i, text in enumerate(config.texts)]
+    return _read(config.path)
+
+
+def _read(name: str) -> list[Prompt]:
     path = Path(name)
     if not path.is_file():
         raise ConfigError(f"prompts.path={name!r} is not a file; give a JSON Lines file")
@@ -34,7 +56,12 @@ def _read(name: str) -> list[str]:
         rows = load_dataset("json", data_files=str(path.resolve()), split="train")
     except Exception as error:  # datasets raises its own kinds, and those of pandas and pyarrow
         raise ConfigError(f"prompts.path={name!r} cannot be read as JSON Lines: {error}") from error
-    return [_text(row, path) for row in rows]
+    return [_prompt(row, i, path) for i, row in enumerate(rows)]
+
+
+def _prompt(row: dict[str, Any], number: int, path: Path) -> Prompt:
+    name = next((row[key] for key in ("question_id", "id") if row.get(key) is not None), number)
+    return Prompt(_text(row, path), str(name), str(row.get("category") or "other"))
 
 
 def _text(row: dict[str, Any], path: Path) -> str:
@@ -47,11 +74,34 @@ def _text(row: dict[str, Any], path: Path) -> str:
 
 def _spread(texts: list[str], limit: int | None) -> list[str]:
     """Return `limit` prompts evenly spaced over the file, which is ordered by category."""
-    if limit is None or limit >= len(texts):
-        return texts
+    return [texts[i] for i in _spaced(len(texts), limit)]
+
+
+def _spaced(count: int, limit: int | None) -> list[int]:
+    """Return the indices of `limit` of `count` things, evenly spaced."""
+    if limit is None or limit >= count:
+        return list(range(count))
     if limit < 1:
         raise ConfigError(f"prompts.limit={limit}; allowed: at least 1")
-    return [texts[i * len(texts) // limit] for i in range(limit)]
+    return [i * count // limit for i in range(limit)]
+
+
+def stratify(categories: Sequence[str], limit: int | None) -> list[int]:
+    """Return the indices of `limit` rows, dealt to the categories in turn and evenly spaced within each.
+
+    Raises:
+        ConfigError: the limit is below 1.
+    """
+    if limit is not None and limit < 1:
+        raise ConfigError(f"prompts.limit={limit}; allowed: at least 1")
+    members: dict[str, list[int]] = {}
+    for i, category in enumerate(categories):
+        members.setdefault(category, []).append(i)
+    shares = dict.fromkeys(members, 0)
+    for _ in range(len(categories) if limit is None else min(limit, len(categories))):
+        # The first of those with the fewest that have more to give: each category in turn.
+        shares[min((c for c in members if shares[c] < len(members[c])), key=lambda c: shares[c])] += 1
+    return sorted(members[c][i] for c, share in shares.items() if share for i in _spaced(len(members[c]), share))
 
 
 def encode(llm: LLM, texts: list[str], chat: bool) -> list[list[int]]:

@@ -6,8 +6,11 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
 from specdec.eval.timing import Sample
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +36,20 @@ def speedup(baseline: Sequence[Sample], variant: Sequence[Sample], time_of: Call
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, rounds: int = 2000) -> tuple[float, float]:
     """Return the percentile interval of the median under resampling; seeded, so a report can be made again."""
+    return _interval(values, statistics.median, level, rounds)
+
+
+def micro_interval(
+    pairs: Sequence[tuple[float, float]], level: float = 0.95, rounds: int = 2000
+) -> tuple[float, float]:
+    """Return the percentile interval of a sum over a sum, such as tokens over steps, under resampling of the pairs."""
+    return _interval(pairs, lambda drawn: sum(a for a, _ in drawn) / sum(b for _, b in drawn), level, rounds)
+
+
+def _interval(
+    values: Sequence[_T], statistic: Callable[[Sequence[_T]], float], level: float, rounds: int
+) -> tuple[float, float]:
     source = random.Random(0)
-    medians = sorted(statistics.median(source.choices(values, k=len(values))) for _ in range(rounds))
+    found = sorted(statistic(source.choices(values, k=len(values))) for _ in range(rounds))
     cut = int((1 - level) / 2 * rounds)
-    return medians[cut], medians[rounds - 1 - cut]
+    return found[cut], found[rounds - 1 - cut]

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from specdec.build import build_engine, build_verifiers, split_options
+from specdec.build import build_engine, build_verifiers, named_drafter, split_options
 from specdec.engine import Engine
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, SamplingParams, Verifier
@@ -27,7 +27,7 @@ from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_
 from specdec.models.matmul import cpu_name
 from specdec.models.runner import ModelRunner
 from specdec.record import Keep, TokenRecord
-from specdec.registry import DRAFTERS, refuse_unknown
+from specdec.registry import refuse_unknown
 from specdec.request import Request, StopRules
 from specdec.running import Follower, Job, check_streamer, forget, run, start
 from specdec.sampling import check_sampling, warn_ignored
@@ -98,7 +98,7 @@ class LLM:
 
     Args:
         model: "smollm2", a hub id, a local directory, a .gguf file or a model object.
-        drafter: a registered name, "package.module:Class" or a Drafter.
+        drafter: a registered name, "package.module:Class", a Drafter, or a trained head: its folder or hub id.
         verifier: "auto", a registered name or a Verifier.
         tokenizer: for a model object that comes without one.
         dtype: of a model that is loaded here; default float32 on CPU, else the checkpoint's.
@@ -131,7 +131,7 @@ class LLM:
         self._engine_config, self._runner_config = split_options(options)
         self._verifiers = build_verifiers(verifier)
         if isinstance(drafter, str):
-            DRAFTERS.load(drafter)  # an unknown name is refused before a model is loaded for minutes
+            named_drafter(drafter, {})  # an unknown name is refused before a model is loaded for minutes
         self.model, found = load_model(
             model, dtype=dtype, device=device, device_map=device_map, trust_remote_code=trust_remote_code
         )

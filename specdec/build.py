@@ -9,6 +9,7 @@ from specdec.acceptance import VerifierChoice
 from specdec.draft_length import build_draft_length
 from specdec.engine import Engine, EngineConfig
 from specdec.errors import ConfigError
+from specdec.heads.loading import kind_of, names_head
 from specdec.interfaces import Drafter, DrafterContext, Verifier
 from specdec.models.build import RunnerConfig
 from specdec.models.loading import load_model
@@ -43,12 +44,28 @@ def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
     return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)
 
 
+def named_drafter(drafter: str, options: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return a registered name and its options; a head's folder, hub id or shipped name becomes the option `model`.
+
+    Raises:
+        ConfigError: the name is unknown, or a head is named twice.
+        CheckpointError: the head cannot be read, or its layout is not known.
+    """
+    if drafter in DRAFTERS.table or not names_head(drafter) or drafter in DRAFTERS.names():
+        DRAFTERS.load(drafter)
+        return drafter, options
+    if "model" in options:
+        raise ConfigError(f"drafter={drafter!r} names a head and drafter_options['model']={options['model']!r} another")
+    return kind_of(drafter), {**options, "model": drafter}
+
+
 def build_drafter(
     drafter: str | Drafter, runner: ModelRunner, tokenizer: Any | None, options: dict[str, Any] | None = None
 ) -> Drafter:
-    """Return a drafter for a target: a registered name with options, or an instance as it is.
+    """Return a drafter for a target: a registered name or a head's source with options, or an instance as it is.
 
     Raises:
+        CheckpointError: a head cannot be read.
         ConfigError: the name or an option is unknown.
         IncompatibleDrafterError: it does not fit the target.
     """
@@ -61,6 +78,7 @@ def build_drafter(
     options = {} if options is None else options
     if not isinstance(options, dict):
         raise ConfigError(f"drafter_options={options!r}; allowed: a dict of the drafter's options")
+    drafter, options = named_drafter(drafter, options)
     kind = DRAFTERS.load(drafter)
     if not callable(getattr(kind, "build", None)):
         raise ConfigError(f"drafter={drafter!r} names {kind!r}, which has no build(context, **options)")

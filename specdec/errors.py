@@ -23,6 +23,10 @@ class UnsupportedModelError(SpecdecError):
     """The model cannot run on this engine; the message names the feature."""
 
 
+class CheckpointError(SpecdecError):
+    """A drafter's checkpoint, or a file of a training run, cannot be read or written; or it is not what it should be."""
+
+
 class IncompatibleDrafterError(SpecdecError):
     """The drafter does not fit the target model."""
 

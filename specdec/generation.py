@@ -73,8 +73,9 @@ def generate(
         input_ids: [B, n] int64; rows may be left- or right-padded. `inputs` is another name for it. None begins with
             the BOS token.
         attention_mask: [B, n], zero at padding; None = as transformers infers it.
-        drafter: a registered name, "package.module:Class" or a Drafter; None = as transformers' own options say
-            (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`), else "none".
+        drafter: a registered name, "package.module:Class", a head's folder or hub id, or a Drafter; None = as
+            transformers' own options say (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`), else
+            "none".
         verifier: "auto", a registered name or a Verifier.
         drafter_options: keyword arguments of the drafter.
         tokenizer: for stop strings; lets drafters check vocabularies and calibrate on text.
@@ -83,7 +84,7 @@ def generate(
         stopping_criteria: likewise.
         prefix_allowed_tokens_fn: as in transformers.
         assistant_model: the draft model, drafter "draft_model".
-        assistant_tokenizer: its tokenizer, which must be the target's.
+        assistant_tokenizer: its tokenizer; with another one than `tokenizer`, only tokens of both are drafted.
         streamer: as in transformers, for one row.
         seed: of every row; None draws one per row from torch's global generator.
         return_stats: return (result, list of RequestStats, one per sequence).

@@ -122,6 +122,7 @@ class Stream(IntEnum):
     DRAFT = 1  # a drafter's choice; equal to TOKEN for requests whose noise is coupled
     ACCEPT = 2  # accept or reject a draft token
     RESIDUAL = 3  # the choice after a rejection
+    PATH = 4  # accept or refuse a path that may end behind the emitted tokens; offset 0, as no two steps share a root
 
 
 @dataclass(frozen=True, slots=True)

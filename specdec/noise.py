@@ -46,7 +46,7 @@ class KeyedNoise:
         seeds: [B] int64.
         positions: [B] int64, the position of each request's tree root.
         coupled: [B] bool; where True the DRAFT stream is the TOKEN stream, so that a drafter whose distribution is
-            close to the target's draws the token the target will draw.
+            close to the target's draws the token the target will draw. Elsewhere its draws depend on the root too.
     """
 
     def __init__(self, seeds: Tensor, positions: Tensor, coupled: Tensor) -> None:
@@ -58,7 +58,6 @@ class KeyedNoise:
         self._seeds = seeds.to(torch.int64)
         self._positions = positions.to(torch.int64)
         self._coupled = coupled.to(torch.bool)
-        self._any_coupled = bool(self._coupled.any())
 
     @cached_property
     def _hashed_seeds(self) -> Tensor:
@@ -101,7 +100,11 @@ class KeyedNoise:
         position = self._positions[rows] + offset
         at_position = _mix(self._hashed_seeds[rows] + position * _GOLDEN)
         stream: int | Tensor = int(key.stream)
-        if key.stream is Stream.DRAFT and self._any_coupled:
+        if key.stream is Stream.DRAFT:
+            # Drafted anew in every step. A rule that looks behind the first refused token has used the draws of later
+            # positions, and the next step must not meet them again. Backwards, away from the counters of the streams.
+            in_step = _mix(at_position - (self._positions[rows] + 1) * _GOLDEN)
+            at_position = torch.where(self._coupled[rows], at_position, in_step)
             stream = torch.where(self._coupled[rows], int(Stream.TOKEN), int(Stream.DRAFT))
         counter = stream * (1 << _STREAM_SHIFT) + index + 1
         return _mix(at_position + (_signed(counter * _GOLDEN) if isinstance(counter, int) else counter * _GOLDEN))

@@ -217,6 +217,8 @@ def test_the_hash_is_splitmix64_on_unsigned_integers() -> None:
         stream, index = generator.choice(list(Stream)), generator.randrange(100)
         hashed = splitmix((seed + golden) & mask)
         hashed = splitmix((hashed + (position + 2) * golden) & mask)
+        if stream is Stream.DRAFT:  # of this root only
+            hashed = splitmix((hashed - (position + 1) * golden) & mask)
         hashed = splitmix((hashed + (stream * 2**40 + index + 1) * golden) & mask)
         uniform = (splitmix((hashed + golden) & mask) >> 11) * 2.0**-53
         noise = noise_of(torch.tensor([seed]), position)
@@ -239,6 +241,21 @@ def test_coupled_rows_draft_with_the_targets_noise() -> None:
         assert torch.equal(noise.uniform(keys(rows, stream=stream)), apart.uniform(keys(rows, stream=stream)))
     subset = torch.tensor([3, 0, 8])
     assert torch.equal(noise.choose(weights[:3], keys(subset, stream=Stream.DRAFT)), draft[subset])
+
+
+def test_uncoupled_drafts_are_drawn_anew_in_every_step() -> None:
+    """One position drafted from two roots: independent, where the target's own noise is the same."""
+    first, second = noise_of(ROWS, 10), noise_of(ROWS, 11)
+    here, there = (
+        noise.uniform(keys(offset=offset, stream=Stream.DRAFT)) for noise, offset in ((first, 3), (second, 2))
+    )
+    cells = (here * 10).long() * 10 + (there * 10).long()
+    assert chi_square_p(torch.bincount(cells, minlength=100), torch.full((100,), N / 100)) > 1e-5
+    assert torch.equal(first.uniform(keys(offset=3)), second.uniform(keys(offset=2)))
+    coupled = [
+        noise_of(ROWS, root, coupled=True).uniform(keys(offset=13 - root, stream=Stream.DRAFT)) for root in (10, 11)
+    ]
+    assert torch.equal(*coupled)
 
 
 def test_vectors_of_different_lengths_are_refused() -> None:

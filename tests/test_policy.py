@@ -21,8 +21,8 @@ Sources = dict[str, str]  # "specdec/drafters/ngram.py" -> its text
 
 ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import generate`
 BASE = {"errors", "interfaces", "registry"}
-CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats"}
-ROOMS = CORE | {"kv", "models"}
+CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats", "repetition"}
+ROOMS = CORE | {"kv", "models", "heads"}
 BELOW_ENGINE = {"scheduler", "acceptance", "target_rows", "drafting", "trace", "draft_length"}
 BELOW_API = ROOMS | BELOW_ENGINE | {"engine", "stream", "planner"}
 # A room may always import itself. `eval` and `train` stand in no other room's set: nobody imports them.
@@ -30,9 +30,10 @@ MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
     "interfaces": {"errors"},
     "registry": {"errors", "interfaces"},
-    **dict.fromkeys(("sampling", "noise", "tree", "record", "request", "stats"), CORE),
+    **dict.fromkeys(("sampling", "noise", "tree", "record", "request", "stats", "repetition"), CORE),
     "kv": CORE,
     "models": CORE | {"kv"},
+    "heads": CORE | {"kv", "models"},
     "drafters": ROOMS,
     "verifiers": BASE | {"sampling", "noise", "tree"},
     "scheduler": BASE | {"request", "stats"},
@@ -54,7 +55,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "cli": BELOW_API | {"api", "build", "check", ROOT},
     "__main__": {"cli"},
     ROOT: BELOW_API | {"api", "check", "generation"},
-    "train": ROOMS | {"drafters", "api", ROOT},
+    "train": ROOMS | {"drafters", "api", "build", ROOT},
     "eval": CORE | {"planner", "debug", "api", "check", ROOT},
     "configs": set(),
 }

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from specdec.interfaces import Noise, NoiseKey, Stream, TargetRows, TokenTree, VerifyResult
-from specdec.tree import children_table, paths_to
+from specdec.verifiers.walk import follow
 
 
 class MatchVerifier:
@@ -37,39 +36,11 @@ class MatchVerifier:
         Returns:
             The accepted paths and the token after each of them.
         """
-        children = children_table(tree)
-        nodes = torch.zeros_like(tree.num_nodes)
-        next_token_ids = torch.zeros_like(nodes)
-        rows = torch.arange(nodes.shape[0], device=nodes.device)
-        depth = 0
-        while rows.numel():
-            here = nodes[rows]
-            drawn = _draw(target, noise, rows, here, depth)
-            next_token_ids[rows] = drawn  # overwritten one depth further down if the walk goes on
-            if children.shape[2] == 0:
-                break
-            child = _first_child_holding(tree, children, rows, here, drawn)
-            found = child < tree.token_ids.shape[1]
-            rows = rows[found]
-            nodes[rows] = child[found]
-            depth += 1
-        path, num_accepted = paths_to(tree.parents, nodes)
-        return VerifyResult(path, num_accepted, next_token_ids)
 
+        def draw(rows: Tensor, nodes: Tensor, depth: int) -> Tensor:
+            top = target.top(rows, nodes)
+            if top is not None:
+                return top
+            return noise.choose(target.probs(rows, nodes), NoiseKey(rows, depth + 1, Stream.TOKEN))
 
-def _draw(target: TargetRows, noise: Noise, rows: Tensor, nodes: Tensor, depth: int) -> Tensor:
-    """Return [L] int64, the target's token after each node."""
-    top = target.top(rows, nodes)
-    if top is not None:
-        return top
-    return noise.choose(target.probs(rows, nodes), NoiseKey(rows, depth + 1, Stream.TOKEN))
-
-
-def _first_child_holding(tree: TokenTree, children: Tensor, rows: Tensor, nodes: Tensor, token_ids: Tensor) -> Tensor:
-    """Return [L] int64, the first child with that token; M where there is none."""
-    none = tree.token_ids.shape[1]
-    if children.shape[2] == 0:
-        return torch.full_like(rows, none)
-    child = children[rows, nodes]  # [L, C]
-    holds = (child >= 0) & (tree.token_ids[rows[:, None], child.clamp_min(0)] == token_ids[:, None])
-    return torch.where(holds, child, none).amin(dim=1)
+        return follow(tree, draw)

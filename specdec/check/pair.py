@@ -9,7 +9,7 @@ from specdec.check.model import known_before_weights
 from specdec.errors import IncompatibleDrafterError
 from specdec.models.compatibility import max_positions
 from specdec.models.described import Described, describe
-from specdec.models.vocabulary import check_same_vocabulary
+from specdec.models.vocabulary import SharedTokens, Vocabulary, match_vocabularies, summary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,6 +24,9 @@ class PairReport:
     draft_vocab_size: int | None
     target_max_positions: int | None
     draft_max_positions: int | None
+    vocabulary: str | None = None  # "same", or "intersection": only the shared tokens are drafted
+    num_shared_tokens: int | None = None  # of an intersection
+    shared_token_share: float | None = None  # of the target's tokens
     warnings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
@@ -38,7 +41,7 @@ def check_pair(
     draft_tokenizer: Any | None = None,
     trust_remote_code: bool = False,
 ) -> PairReport:
-    """Tell whether a draft model may draft for a target: same tokens by the same ids, and how far it reaches.
+    """Tell whether a draft model may draft for a target: which tokens they share, and how far it reaches.
 
     Args:
         target: as in `check`.
@@ -56,16 +59,21 @@ def check_pair(
         for end, tokenizer in zip(ends, (target_tokenizer, draft_tokenizer), strict=True)
     ]
     vocab, positions = [_vocab_size(end) for end in ends], [_positions(end) for end in ends]
+    found = _match(ends, vocab, tokenizers)
+    shared = found if isinstance(found, SharedTokens) else None
     return PairReport(
         target=ends[0].name,
         draft=ends[1].name,
-        fits=(reason := _misfit(ends, vocab, tokenizers)) is None,
-        reason=reason,
+        fits=not isinstance(found, str),
+        reason=found if isinstance(found, str) else None,
         target_vocab_size=vocab[0],
         draft_vocab_size=vocab[1],
         target_max_positions=positions[0],
         draft_max_positions=positions[1],
-        warnings=_pair_warnings(vocab, positions, tokenizers),
+        vocabulary=None if isinstance(found, str) else "same" if shared is None else "intersection",
+        num_shared_tokens=None if shared is None else len(shared),
+        shared_token_share=None if shared is None else shared.share,
+        warnings=_pair_warnings(vocab, positions, tokenizers, shared),
     )
 
 
@@ -77,24 +85,28 @@ def _positions(end: Described) -> int | None:
     return None if end.config is None else max_positions(end.config)
 
 
-def _misfit(ends: list[Described], vocab: list[int | None], tokenizers: list[Any]) -> str | None:
+def _match(ends: list[Described], vocab: list[int | None], tokenizers: list[Any]) -> Vocabulary | str:
+    """Return how the draft model's tokens stand for the target's, or why they do not go together."""
     for role, end in zip(("target", "draft model"), ends, strict=True):
         known = known_before_weights(end)
         if known.verdict == "refused":
             return f"the {role} cannot run: {known.feature}; {known.advice}"
     try:
-        check_same_vocabulary(vocab[1] or 0, tokenizers[1], vocab[0] or 0, tokenizers[0])
+        return match_vocabularies(vocab[1] or 0, tokenizers[1], vocab[0] or 0, tokenizers[0])
     except IncompatibleDrafterError as error:
         return str(error)
-    return None
 
 
-def _pair_warnings(vocab: list[int | None], positions: list[int | None], tokenizers: list[Any]) -> list[str]:
+def _pair_warnings(
+    vocab: list[int | None], positions: list[int | None], tokenizers: list[Any], shared: SharedTokens | None
+) -> list[str]:
     said = []
     (target, draft), (far, near) = vocab, positions
     if any(t is None for t in tokenizers):
         said.append("without both tokenizers only the sizes of the vocabularies could be compared")
-    if target is not None and draft is not None and target != draft:
+    if shared is not None:
+        said.append(f"the draft model has another vocabulary: {summary(shared)}; only these are drafted")
+    elif target is not None and draft is not None and target != draft:
         more = "larger: its further ids are never drafted" if draft > target else "smaller: ids past it are not drafted"
         said.append(f"the draft model's head has {draft} ids and the target's {target}; it is {more}")
     if far is not None and near is not None and near < far:

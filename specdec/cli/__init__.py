@@ -10,6 +10,7 @@ from specdec import __version__
 from specdec.cli.chat import chat_command
 from specdec.cli.check import check_command
 from specdec.cli.console import output
+from specdec.cli.export import export_command
 from specdec.cli.generate import generate_command
 from specdec.cli.listing import list_command
 
@@ -48,4 +49,5 @@ def main(
 app.command("generate", epilog=_EXIT_CODES)(generate_command)
 app.command("chat", epilog=_EXIT_CODES)(chat_command)
 app.command("check", epilog=_EXIT_CODES)(check_command)
+app.command("export", epilog=_EXIT_CODES)(export_command)
 app.command("list", epilog=_EXIT_CODES)(list_command)

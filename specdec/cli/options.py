@@ -52,7 +52,7 @@ TrustRemoteCode = Annotated[
 Drafter = Annotated[
     str,
     typer.Option(
-        help="Who proposes tokens; see `specdec list`.",
+        help="Who proposes tokens: a name, see `specdec list`, or a trained head's folder or hub id.",
         autocompletion=completion.drafters,
         rich_help_panel=_DRAFTING,
     ),

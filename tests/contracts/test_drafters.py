@@ -26,7 +26,11 @@ PROMPTS = prompts(3, 7, 12)
 GREEDY, SAMPLED = SamplingParams(), SamplingParams(temperature=1.0, seed=4)
 # Options a drafter cannot do without, or that are worth a second round. A new drafter that needs none needs no entry.
 OPTIONS: dict[str, list[dict[str, Any]]] = {
-    "draft_model": [{"model": None}],  # filled in below: a model is built only when a test runs
+    "draft_model": [  # the model is filled in below: it is built only when a test runs
+        {"model": None},
+        {"model": None, "tree": [2, 1], "sampled": True},
+        {"model": None, "tree": {"depth": 3, "top_k": 2, "total_tokens": 5}},
+    ],
     "oracle": [{}, {"width": 2, "accept_rate": 0.5}],
     "adversary": [{}, {"width": 3}],
     "scripted": [{"accept_counts": [0, 2, 1]}, {"accept_counts": [1], "width": 2}],

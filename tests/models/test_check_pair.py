@@ -55,21 +55,32 @@ def test_a_pair_that_fits(target: Path, tmp_path: Path) -> None:
     report = pair(target, saved(tmp_path / "draft", num_hidden_layers=1))
     assert report.fits
     assert (report.reason, report.warnings) == (None, [])
+    assert (report.vocabulary, report.num_shared_tokens) == ("same", None)
     assert (report.target_vocab_size, report.draft_vocab_size) == (64, 64)
     assert (report.target_max_positions, report.draft_max_positions) == (256, 256)
 
 
-def test_the_first_token_that_differs_is_named(target: Path, tmp_path: Path) -> None:
+def test_what_two_vocabularies_share(target: Path, tmp_path: Path) -> None:
     words = list(WORDS)
     words[40], words[50] = "other", "another"
     report = pair(target, saved(tmp_path / "draft", words))
+    assert report.fits
+    assert (report.vocabulary, report.num_shared_tokens, report.shared_token_share) == ("intersection", 62, 62 / 64)
+    said = "the draft model has another vocabulary: they share 62 tokens, 96.9% of the target's; only these are drafted"
+    assert report.warnings == [said]
+
+
+def test_the_first_token_that_differs_is_named(target: Path, tmp_path: Path) -> None:
+    report = pair(target, saved(tmp_path / "draft", [*WORDS[:5], *(f"v{i}" for i in range(59))]))
     assert not report.fits
-    assert "token id 40 is 'other' for the draft model and 'w40' for the target" in str(report.reason)
+    assert (report.vocabulary, report.num_shared_tokens) == (None, None)
+    assert "token id 5 is 'v0' for the draft model and 'w5' for the target" in str(report.reason)
+    assert "share 5 tokens, 7.8% of the target's" in str(report.reason)
 
 
 def test_tokens_that_one_side_lacks(target: Path, tmp_path: Path) -> None:
     report = pair(target, saved(tmp_path / "draft", WORDS[:60]))
-    assert "token id 60 is None for the draft model and 'w60' for the target" in str(report.reason)
+    assert (report.fits, report.num_shared_tokens) == (True, 60)
 
 
 @pytest.mark.parametrize(("size", "word"), [(128, "larger"), (62, "smaller")])
@@ -100,7 +111,7 @@ def test_without_tokenizers_only_sizes_are_known(target: Path, tmp_path: Path) -
 def test_tokenizers_may_be_given() -> None:
     big, small = model_of(named("llama")), model_of(named("gemma"))
     assert pair(big, small, target_tokenizer=tokenizer_of(WORDS), draft_tokenizer=tokenizer_of(WORDS)).fits
-    other = tokenizer_of(list(reversed(WORDS)))
+    other = tokenizer_of([f"v{i}" for i in range(64)])
     assert not pair(big, small, target_tokenizer=tokenizer_of(WORDS), draft_tokenizer=other).fits
 
 
@@ -128,7 +139,7 @@ def test_what_is_not_there(target: Path) -> None:
 
 
 def test_it_says_what_building_says(tmp_path: Path) -> None:
-    words = list(reversed(WORDS))
+    words = [f"v{i}" for i in range(64)]
     model = build(named("llama"))
     model.save_pretrained(tmp_path / "draft")
     tokenizer_of(words).save_pretrained(tmp_path / "draft")

@@ -14,6 +14,7 @@ from specdec.noise import KeyedNoise
 from specdec.tree import chain, stack_trees
 from specdec.verifiers.match import MatchVerifier
 from specdec.verifiers.rejection import RejectionVerifier
+from specdec.verifiers.traversal import TraversalVerifier
 from tests.verifiers.enumeration import (
     Drawing,
     Law,
@@ -36,8 +37,9 @@ from tests.verifiers.enumeration import (
     without_replacement,
 )
 
-VERIFIERS = [MatchVerifier(), RejectionVerifier()]
+VERIFIERS = [MatchVerifier(), RejectionVerifier(), TraversalVerifier()]
 ids = [verifier.name for verifier in VERIFIERS]
+by_ratio = pytest.mark.parametrize("verifier", VERIFIERS[1:], ids=ids[1:])
 DRAWINGS = [with_replacement, without_replacement, most_likely]
 
 
@@ -131,15 +133,16 @@ def test_fault_03_degenerate_distributions(verifier: Verifier, name: str) -> Non
         assert_exact(verifier, EDGES[name], shape, drawing)
 
 
+@by_ratio
 @pytest.mark.parametrize("low", [True, False], ids=["u = 0", "u just below 1"])
-def test_fault_03_uniforms_at_both_ends(low: bool) -> None:
+def test_fault_03_uniforms_at_both_ends(verifier: Verifier, low: bool) -> None:
     """Nothing the target cannot say is accepted or emitted, and an equal draft is accepted, at either end."""
     noise = uniform_ends(low)
     cases = itertools.product(EDGES.items(), ([1, 1, 1], [2, 2]), (False, True))
     for (name, model), shape, point_masses in cases:
         claimed = None if point_masses else as_tensor(model.draft)
         tree, contexts = to_batch(drafts(model, 0, shape, with_replacement), claimed, replacement=True)
-        result = RejectionVerifier().verify(tree, TableTarget(as_tensor(model.target), contexts), noise)
+        result = verifier.verify(tree, TableTarget(as_tensor(model.target), contexts), noise)
         for block in blocks(tree, result.path, result.num_accepted, result.next_token_ids):
             assert all(model.target[0][token] > 0 for token in block)
             if name.startswith("equal") and not point_masses:
@@ -148,8 +151,9 @@ def test_fault_03_uniforms_at_both_ends(low: bool) -> None:
                 assert len(block) == 1
 
 
+@by_ratio
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_fault_03_half_precision_rows(dtype: torch.dtype) -> None:
+def test_fault_03_half_precision_rows(verifier: Verifier, dtype: torch.dtype) -> None:
     """Rows that do not sum to one, with entries that underflow when multiplied: still a token the target can say."""
     generator = torch.Generator().manual_seed(0)
     batch, vocab_size = 2000, 16
@@ -161,13 +165,14 @@ def test_fault_03_half_precision_rows(dtype: torch.dtype) -> None:
     drawn = noise.choose(draft, NoiseKey(rows, 1, Stream.DRAFT))
     tree = chain(rows, drawn[:, None], torch.ones_like(rows), draft_probs=draft)
     contexts = rows[:, None].expand(-1, 2)
-    result = RejectionVerifier().verify(tree, TableTarget(target, contexts), noise)
+    result = verifier.verify(tree, TableTarget(target, contexts), noise)
     kept = torch.where(result.num_accepted == 1, drawn, result.next_token_ids)
     assert bool((target.gather(1, kept[:, None]) > 0).all())
     assert bool((target.gather(1, result.next_token_ids[:, None]) > 0).all())
 
 
-def test_fault_03_residual_lost_to_rounding() -> None:
+@by_ratio
+def test_fault_03_residual_lost_to_rounding(verifier: Verifier) -> None:
     """Target and draft equal up to a factor that rounds: a refusal by one ulp must still find a token."""
     generator = torch.Generator().manual_seed(1)
     batch, vocab_size = 4000, 5
@@ -177,12 +182,13 @@ def test_fault_03_residual_lost_to_rounding() -> None:
     rows = torch.arange(batch)
     tree = chain(rows, torch.full((batch, 1), 3), torch.ones_like(rows), draft_probs=draft)
     noise = uniform_ends(low=False)
-    result = RejectionVerifier().verify(tree, TableTarget(target, rows[:, None].expand(-1, 2)), noise)
+    result = verifier.verify(tree, TableTarget(target, rows[:, None].expand(-1, 2)), noise)
     assert 0 < int(result.num_accepted.sum()) < batch  # the case is really met
     assert bool((result.next_token_ids > 0).all())
 
 
-def test_fault_03_many_siblings_do_not_underflow() -> None:
+@by_ratio
+def test_fault_03_many_siblings_do_not_underflow(verifier: Verifier) -> None:
     """Without replacement the draft's mass falls to 2**-75 after the first of twenty refused siblings."""
     num_siblings, tiny = 20, Fraction(1, 2**80)
     target = [Fraction(1, 2), Fraction(1, 2)] + [Fraction(0)] * num_siblings
@@ -190,7 +196,7 @@ def test_fault_03_many_siblings_do_not_underflow() -> None:
     siblings = range(2, 2 + num_siblings)
     tree = stack_trees([([0, *siblings], [-1] + [0] * num_siblings)], as_tensor([draft]), [[0] + [-1] * num_siblings])
     noise = ScriptedNoise([()])
-    result = RejectionVerifier().verify(tree, TableTarget(as_tensor([target]), torch.zeros_like(tree.token_ids)), noise)
+    result = verifier.verify(tree, TableTarget(as_tensor([target]), torch.zeros_like(tree.token_ids)), noise)
     for token in siblings:
         left = [max(Fraction(0), p / sum(target) - q / sum(draft)) for p, q in zip(target, draft, strict=True)]
         target, draft = left, [Fraction(0) if i == token else q for i, q in enumerate(draft)]
@@ -199,13 +205,14 @@ def test_fault_03_many_siblings_do_not_underflow() -> None:
     assert float(noise.probs[0]) == pytest.approx(float(target[0] / sum(target)), rel=1e-9)
 
 
-def test_a_child_the_draft_cannot_draw_is_passed_over() -> None:
+@by_ratio
+def test_a_child_the_draft_cannot_draw_is_passed_over(verifier: Verifier) -> None:
     """It says nothing about the draft, so it is refused and leaves the target's distribution as it is."""
     draft = [Fraction(1, 2), Fraction(1, 2), Fraction(0), Fraction(0)]
     model = Model([SKEWED] * 4, [draft] * 4)
     for token in (2, 3):  # the target can say 2
         trees = drafts(model, 0, [1], lambda row, n, token=token: [((token,), Fraction(1))])
-        assert step_law(RejectionVerifier(), model, trees, replacement=False).blocks == {
+        assert step_law(verifier, model, trees, replacement=False).blocks == {
             (token,): prob for token, prob in enumerate(SKEWED) if prob
         }
 
@@ -219,7 +226,8 @@ def test_fault_05_acceptance_is_the_overlap_of_both_distributions() -> None:
             law = step_law(verifier, model, trees, replacement=False)
             accepted[verifier.name] = sum((p for block, p in law.blocks.items() if len(block) == 2), Fraction(0))
         pairs = list(zip(model.target[0], model.draft[0], strict=True))
-        assert accepted == {"rejection": sum(map(min, pairs)), "match": sum(p * q for p, q in pairs)}
+        overlap = sum(map(min, pairs))
+        assert accepted == {"rejection": overlap, "traversal": overlap, "match": sum(p * q for p, q in pairs)}
 
 
 def test_fault_05_a_chain_accepts_what_the_formula_says() -> None:

@@ -18,6 +18,7 @@ from specdec.interfaces import Noise, NoiseKey, Stream, TargetRows, TokenTree, V
 from specdec.noise import KeyedNoise
 from specdec.tree import chain
 from specdec.verifiers.rejection import RejectionVerifier
+from specdec.verifiers.traversal import TraversalVerifier
 from tests.verifiers.enumeration import (
     Draft,
     Drawing,
@@ -168,7 +169,7 @@ def stop_after_unlikely_token(model: Model, tree: Draft) -> Draft:
     return cut(tree, first_unlikely(model, tree) + 1)
 
 
-RIGHT = RejectionVerifier()
+RIGHT, TRAVERSAL = RejectionVerifier(), TraversalVerifier()
 MISTAKES = {
     "residual is p": Setting(LoopVerifier(residual_is_target=True), [1, 1], with_replacement, False),
     "q without the warping it was drawn with": Setting(RIGHT, [1, 1], with_replacement, False, draft=top_two),
@@ -178,6 +179,11 @@ MISTAKES = {
     "rule with replacement on children without": Setting(RIGHT, [2], without_replacement, True),
     "fault 5: ratio inverted": Setting(LoopVerifier(ratio_inverted=True), [1], with_replacement, False),
     "unlikely last token dropped": Setting(RIGHT, [1, 1], with_replacement, False, edit=drop_unlikely_token),
+    "traversal of top-k children": Setting(TRAVERSAL, [2], most_likely, False),
+    "traversal of top-k children, two deep": Setting(TRAVERSAL, [2, 1], most_likely, True),
+    "traversal with replacement of children without": Setting(TRAVERSAL, [2, 1], without_replacement, True),
+    "traversal of a warped draft": Setting(TRAVERSAL, [1, 1], with_replacement, False, draft=top_two),
+    "traversal, unlikely token dropped": Setting(TRAVERSAL, [1, 1], with_replacement, False, edit=drop_unlikely_token),
 }
 RIGHT_ONES = {
     "loop chain": Setting(LoopVerifier(), [1, 1], with_replacement, False),
@@ -186,6 +192,8 @@ RIGHT_ONES = {
     # Repeats are passed over, and an i.i.d. sample without its repeats is one without replacement.
     "rule without replacement on children with": Setting(RIGHT, [3], with_replacement, False),
     "unlikely token kept, then a stop": Setting(RIGHT, [1, 1], with_replacement, False, edit=stop_after_unlikely_token),
+    "traversal without replacement of children with": Setting(TRAVERSAL, [3], with_replacement, False),
+    "traversal, a stop": Setting(TRAVERSAL, [1, 1, 1], with_replacement, False, edit=stop_after_unlikely_token),
 }
 
 

@@ -1,0 +1,135 @@
+"""A distilled draft model that borrows its target's embedding and output rows: what is stored is its blocks alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from specdec.errors import CheckpointError, IncompatibleDrafterError
+from specdec.heads.draft_vocabulary import DraftVocabulary, whole_vocabulary
+from specdec.heads.saving import DRAFT_IDS, FORMAT, FORMAT_VERSION
+from specdec.heads.target import HeadTarget
+from specdec.heads.writing import CONFIG, WEIGHTS, cast, write_checkpoint
+from specdec.models.small_copy import build_small, own_tensors, small_config
+
+KIND = "draft_model"
+
+
+def save_small_model(
+    folder: Path | str,
+    model: Any,
+    layers: tuple[int, ...],
+    vocabulary: DraftVocabulary,
+    target: HeadTarget,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    card: str | None = None,
+    dtype: torch.dtype = torch.float16,
+) -> Path:
+    """Write a model from `small_copy` without what is its target's, and return its folder.
+
+    Args:
+        folder: made if missing.
+        model: the model; its own weights are stored in `dtype`.
+        layers: the target's blocks that it began as.
+        vocabulary: which of the target's tokens it drafts.
+        target: whose draft model it is.
+        settings: advised options of the drafter.
+        card: the text of README.md.
+        dtype: of the stored weights.
+
+    Raises:
+        CheckpointError: see `save_head`.
+    """
+    config = {
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "kind": KIND,
+        "head": {"layers": list(layers)},
+        "target": {
+            "name": target.name,
+            "hidden_size": target.hidden_size,
+            "vocab_size": target.vocab_size,
+            "probe": target.probe(),
+        },
+        "settings": dict(settings or {}),
+    }
+    tensors = cast(own_tensors(model), dtype)
+    if not vocabulary.is_whole:
+        tensors[DRAFT_IDS] = vocabulary.target_ids.to(torch.int32)
+    return write_checkpoint(folder, tensors, config, card)
+
+
+def load_small_model(folder: Path | str, model: Any, target: HeadTarget) -> tuple[Any, DraftVocabulary]:
+    """Return the draft model in a folder, around the target's own embedding and output rows, and what it drafts.
+
+    Args:
+        folder: written by `save_small_model`.
+        model: the target's transformers model.
+        target: the same as a head sees it.
+
+    Raises:
+        CheckpointError: a file is damaged, or tensors are missing, unexpected or of the wrong shape.
+        IncompatibleDrafterError: it was distilled for another target.
+    """
+    folder = Path(folder)
+    about = _about(folder)
+    trained_for = about["target"]
+    if trained_for["hidden_size"] != target.hidden_size or not target.matches(trained_for["probe"]):
+        raise IncompatibleDrafterError(
+            f"the draft model in {folder} was distilled for {trained_for['name']} and borrows that model's embedding; "
+            f"{target.name} is another one"
+        )
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}; it is missing or cut off") from error
+    ids: Tensor | None = tensors.pop(DRAFT_IDS, None)
+    vocabulary = (
+        whole_vocabulary(target.vocab_size) if ids is None else DraftVocabulary(ids.to(torch.int64), target.vocab_size)
+    )
+    small = build_small(small_config(model.config, about["head"]["layers"]), model)
+    _fill(small, tensors, folder)
+    if not vocabulary.is_whole:
+        small.set_output_embeddings(_rows(target.output_rows(vocabulary.target_ids)))
+    return small.to(target.dtype).to(target.device).eval().requires_grad_(False), vocabulary
+
+
+def _about(folder: Path) -> dict[str, Any]:
+    try:
+        about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        if about["format"] != FORMAT or about["kind"] != KIND:
+            raise KeyError(f"format {about['format']!r}, kind {about['kind']!r}")
+        _ = about["head"]["layers"], about["target"]["probe"], about["target"]["hidden_size"], about["target"]["name"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder / CONFIG} does not describe a distilled draft model: {error}") from error
+    return about
+
+
+def _fill(small: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
+    own = own_tensors(small)
+    faults = [f"missing {name}" for name in sorted(own.keys() - tensors.keys())]
+    faults += [f"unexpected {name}" for name in sorted(tensors.keys() - own.keys())]
+    faults += [
+        f"{name} has the shape {tuple(tensors[name].shape)} and needs {tuple(own[name].shape)}"
+        for name in sorted(own.keys() & tensors.keys())
+        if tensors[name].shape != own[name].shape
+    ]
+    if faults:
+        raise CheckpointError(f"the draft model in {folder} does not fit its config: {'; '.join(faults)}")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(tensors[name])
+
+
+def _rows(weight: Tensor) -> nn.Linear:
+    linear = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    linear.weight = nn.Parameter(weight, requires_grad=False)
+    return linear

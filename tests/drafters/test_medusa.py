@@ -1,0 +1,460 @@
+"""Medusa: heads whose guesses are known, aligned with the text through everything an engine does."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from specdec.build import build_drafter
+from specdec.drafters.medusa import MedusaDrafter
+from specdec.engine import Engine
+from specdec.errors import ConfigError, IncompatibleDrafterError
+from specdec.heads.loaded import LoadedHead
+from specdec.heads.medusa import MedusaHeads
+from specdec.heads.saving import save_head
+from specdec.heads.target import head_target
+from specdec.interfaces import DraftRequest, Observation, SamplingParams, TokenTree
+from specdec.models.build import runner_for
+from specdec.noise import KeyedNoise
+from specdec.request import Request
+from specdec.sampling import probabilities
+from tests.decoding import add, drain, engine_of, private_runner, prompts, reference
+from tests.drafters.looping import following, looping_model
+from tests.faults.test_alignment import Corruption
+from tests.heads.small_heads import small_eagle, small_target
+from tests.heads.tiny_heads import tiny_medusa
+from tests.models.architectures import build, model_of, named
+from tests.odd_drafters import Wrapped
+from tests.verifiers.enumeration import chi_square_p
+
+NOISE = KeyedNoise(torch.zeros(1, dtype=torch.int64), torch.zeros(1, dtype=torch.int64), torch.zeros(1).bool())
+RAGGED = prompts(1, 3, 7, 12, 2, 19, 5, 8)
+
+
+def knowing_heads(num_heads: int = 3) -> LoadedHead:
+    """Return heads that know how the looping model goes on."""
+    model = looping_model()
+    head = tiny_medusa(runner_for(model), num_heads=num_heads, num_layers=0, own_heads=True)
+    for i, rows in enumerate(head.module.lm_heads):
+        for token_id in range(64):
+            guess = token_id
+            for _ in range(i + 2):
+                guess = following(guess)
+            rows.weight[guess] = model.model.embed_tokens.weight[token_id]
+    return head
+
+
+@cache
+def answers(name: str, new_tokens: int = 16) -> list[list[int]]:
+    """Return the greedy answers of a shared model to the ragged prompts."""
+    return [reference(model_of(named(name)), prompt, new_tokens) for prompt in RAGGED]
+
+
+@cache
+def fitted(name: str, num_heads: int = 3) -> LoadedHead:
+    """Return heads of a shared model that are right about much of its answers."""
+    texts = [prompt + answer for prompt, answer in zip(RAGGED, answers(name), strict=True)]
+    return fitted_heads(model_of(named(name)), texts, num_heads)
+
+
+def final_hidden(model: Any, tokens: Sequence[int]) -> Tensor:
+    """Return [n, H] what the target's lm_head reads, by the model's own forward."""
+    with torch.no_grad():
+        return model.base_model(input_ids=torch.tensor([list(tokens)])).last_hidden_state[0]
+
+
+def fitted_heads(model: Any, texts: Sequence[Sequence[int]], num_heads: int = 3) -> LoadedHead:
+    """Return heads that are right about many tokens of the texts: least squares from hidden states to tokens."""
+    head = tiny_medusa(runner_for(model), num_heads=num_heads, num_layers=0, own_heads=True)
+    for i, rows in enumerate(head.module.lm_heads):
+        hidden = torch.cat([final_hidden(model, text[: -i - 2]) for text in texts])
+        wanted = torch.cat([torch.tensor(list(text[i + 2 :])) for text in texts])
+        rows.weight.copy_(torch.linalg.lstsq(hidden, torch.eye(64, dtype=hidden.dtype)[wanted]).solution.T)
+    return head
+
+
+def proposed(drafter: MedusaDrafter, hidden: Tensor, *asked: tuple[int, int], least: float = 0.0) -> TokenTree:
+    """Return trees below roots at position 5 for (root, max_draft_tokens), with hidden states [B, H] seen before."""
+    for i, (root, _) in enumerate(asked):
+        drafter.observe([Observation(i, 5, torch.tensor([root]), features=hidden[i : i + 1])])
+    requests = [DraftRequest(i, root, 5, most, SamplingParams(), least) for i, (root, most) in enumerate(asked)]
+    return drafter.propose(requests, NOISE)
+
+
+def built(model: Any, head: LoadedHead | None = None, tree: Any = None, **options: Any) -> MedusaDrafter:
+    runner = runner_for(model)
+    drafter = build_drafter(
+        "medusa", runner, None, {"model": tiny_medusa(runner, **options) if head is None else head, "tree": tree}
+    )
+    assert isinstance(drafter, MedusaDrafter)
+    return drafter
+
+
+class TestGuesses:
+    """What is drafted from one hidden state."""
+
+    HIDDEN = torch.randn(2, 32, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    DRAFTED = range(1, 64, 3)
+
+    def ranked(self, drafter: MedusaDrafter) -> Tensor:
+        """Return [B, heads, Vd] the guesses of each head, best first."""
+        return drafter._module.logits(self.HIDDEN).argsort(dim=-1, descending=True)
+
+    @pytest.mark.parametrize("drafted", [None, DRAFTED], ids=["whole", "reduced"])
+    @pytest.mark.parametrize("own_heads", [False, True])
+    def test_a_path_is_a_rank_of_each_head(self, own_heads: bool, drafted: Any) -> None:
+        paths = [(0,), (2,), (0, 1), (2, 3), (0, 1, 4)]
+        drafter = built(
+            model_of(named("llama")), tree=[list(p) for p in paths], own_heads=own_heads, drafted=drafted, num_layers=2
+        )
+        tree = proposed(drafter, self.HIDDEN, (9, 5), (11, 3))
+        ranked = self.ranked(drafter)
+        ids = torch.arange(64) if drafted is None else torch.tensor(list(drafted))
+        assert tree.num_nodes.tolist() == [6, 4]
+        for row, root in enumerate((9, 11)):
+            expected = [root, *(int(ids[ranked[row, len(p) - 1, p[-1]]]) for p in paths)]
+            n = int(tree.num_nodes[row])
+            assert tree.token_ids[row, :n].tolist() == expected[:n]
+            assert tree.parents[row, :n].tolist() == [-1, 0, 0, 1, 2, 3][:n]
+        assert tree.draft_probs is None
+
+    def test_a_chain_is_the_likeliest_guess_of_each_head(self) -> None:
+        drafter = built(model_of(named("llama")), tree="chain")
+        tree = proposed(drafter, self.HIDDEN, (9, 2), (11, 8))
+        best = self.ranked(drafter)[:, :, 0]
+        assert tree.num_nodes.tolist() == [3, 4]
+        assert tree.token_ids[0, :3].tolist() == [9, *best[0, :2].tolist()]
+        assert tree.token_ids[1].tolist() == [11, *best[1].tolist()]
+        assert tree.parents[1].tolist() == [-1, 0, 1, 2]
+
+    @pytest.mark.parametrize("most", [1, 4, 30])
+    def test_the_best_tree_has_the_largest_products(self, most: int) -> None:
+        drafter = built(model_of(named("llama")), tree={"top_k": 4, "total_tokens": 31})
+        tree = proposed(drafter, self.HIDDEN, (9, most), (11, 64))
+        assert tree.num_nodes.tolist() == [most + 1, 31]
+        probs = drafter._module.logits(self.HIDDEN).softmax(dim=-1)
+        best = probs.topk(4, dim=-1).values
+        for row in range(2):
+            token_ids, parents, n = tree.token_ids[row].tolist(), tree.parents[row].tolist(), int(tree.num_nodes[row])
+            chances, depth = [1.0], [0]
+            for node in range(1, n):
+                above = parents[node]
+                depth.append(depth[above] + 1)
+                chances.append(chances[above] * float(probs[row, depth[above], token_ids[node]]))
+            every = [
+                float(torch.stack([best[row, head, rank] for head, rank in enumerate(path)]).prod())
+                for length in (1, 2, 3)
+                for path in itertools.product(range(4), repeat=length)
+            ]
+            assert chances[1:] == pytest.approx(sorted(every, reverse=True)[: n - 1], rel=1e-5)
+
+    def test_a_chain_ends_after_a_guess_of_little_confidence(self) -> None:
+        drafter = built(model_of(named("llama")), tree="chain")
+        probs = drafter._module.logits(self.HIDDEN).softmax(dim=-1).amax(dim=-1)  # [B, heads]
+        for least in (0.0, 0.02, float(probs[0, 1]) - 1e-4, float(probs[0, 1]) + 1e-4, 1.0):
+            tree = proposed(drafter, self.HIDDEN, (9, 8), (11, 8), least=least)
+            stops = [next((i + 1 for i in range(3) if float(row[i]) < least), 3) for row in probs]
+            assert (tree.num_nodes - 1).tolist() == stops
+
+    def test_only_the_heads_that_a_tree_needs_are_asked(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        drafter = built(model_of(named("llama")), tree="medusa", num_heads=5)
+        asked: list[int | None] = []
+        whole = drafter._module.logits
+
+        def logits(hidden: Tensor, num_heads: int | None = None) -> Tensor:
+            asked.append(num_heads)
+            return whole(hidden, num_heads)
+
+        monkeypatch.setattr(drafter._module, "logits", logits)
+        for most in (1, 2, 63):
+            proposed(drafter, self.HIDDEN, (9, most))
+        assert asked == [1, 2, 4]
+
+    def test_without_the_hidden_state_of_the_root_nothing_is_drafted(self) -> None:
+        drafter = built(model_of(named("llama")), tree=[3, 2])
+        proposed(drafter, self.HIDDEN, (9, 4), (11, 4))
+        drafter.observe([Observation(0, 0, torch.arange(6))])  # told anew, without features
+        requests = [DraftRequest(i, 9 + 2 * i, 5, 4, SamplingParams()) for i in range(3)]
+        assert drafter.propose(requests, NOISE).num_nodes.tolist() == [1, 5, 1]
+        elsewhere = [DraftRequest(1, 11, 6, 4, SamplingParams())]
+        assert drafter.propose(elsewhere, NOISE).num_nodes.tolist() == [1]
+
+    @pytest.mark.parametrize("tree", ["chain", "best", [3, 2]])
+    def test_what_nan_says_is_never_drafted(self, tree: Any) -> None:
+        drafter = built(model_of(named("llama")), tree=tree, num_heads=2)
+        hidden = self.HIDDEN.clone()
+        hidden[0] = torch.nan
+        assert proposed(drafter, hidden, (9, 2), (11, 2)).num_nodes.tolist() == [1, 3]
+
+
+class TestAlignment:
+    """Fault 8: guesses belong to the places they are drafted for, whatever was rejected before."""
+
+    def test_heads_that_know_the_loop_are_accepted_whole(self) -> None:
+        head = knowing_heads()
+        engine = engine_of(looping_model(), "medusa", {"model": head, "tree": "chain"}, max_draft_tokens=3)
+        requests = [add(engine, prompt, 41) for prompt in ([3], [9, 10, 11], [62, 63])]
+        drain(engine)
+        for request in requests:
+            assert request.stats.num_steps == 10  # prefill gives one token, every step four
+            assert request.stats.acceptance_rate == 1.0
+            assert all(b == following(a) for a, b in itertools.pairwise(request.tokens[-42:]))
+
+    @pytest.mark.parametrize("shift", [-1, 1])
+    def test_heads_one_place_off_are_not(self, shift: int) -> None:
+        head = knowing_heads(5)
+        for i, rows in enumerate(list(head.module.lm_heads)[1:4]):
+            target = head.module.lm_heads[i + 1 + shift].weight.clone()
+            rows.weight = torch.nn.Parameter(target, requires_grad=False)
+        engine = engine_of(looping_model(), "medusa", {"model": head, "tree": "chain"}, max_draft_tokens=3)
+        request = add(engine, [3], 20)
+        drain(engine)
+        assert request.stats.acceptance_length is not None
+        assert request.stats.acceptance_length <= 2.0
+
+    @pytest.mark.parametrize("depths", [[1], [0, 2, 1, 0, 3, 3, 0]], ids=str)
+    def test_after_any_rejection_all_is_accepted_up_to_the_next_error(self, depths: list[int]) -> None:
+        engine = engine_of(looping_model(), "medusa", {"model": knowing_heads(), "tree": "chain"}, max_draft_tokens=3)
+        corruption = Corruption(depths)
+        engine.drafting.drafter = Wrapped(engine.drafter, corruption)
+        requests = [add(engine, prompt, 30) for prompt in ([3], [9, 10, 11], [62, 63, 56, 57])]
+        while engine.has_unfinished:
+            corruption.expected.clear()
+            for output in engine.step():
+                assert output.num_accepted == corruption.expected.get(output.request_id, 0)
+        assert all(b == following(a) for r in requests for a, b in itertools.pairwise(r.tokens))
+
+    @pytest.mark.parametrize("tree", ["chain", "best", [3, 2, 1]], ids=str)
+    def test_the_hidden_state_is_that_of_the_place_before_the_root(self, tree: Any) -> None:
+        """Through chunked prefill, ragged batches, steps without drafts, acceptances and rejections."""
+        model = model_of(named("llama"))
+        texts = [prompt + answer for prompt, answer in zip(RAGGED, answers("llama"), strict=True)]
+        runner = private_runner(model)
+        options = {"model": fitted("llama"), "tree": tree}
+        engine = engine_of(model, "medusa", options, runner=runner, max_draft_tokens=9, prefill_chunk_tokens=8)
+        requests = [add(engine, prompt, 16) for prompt in RAGGED]
+        drafter: Any = engine.drafter
+        step = 0
+        while engine.has_unfinished:
+            engine._scheduler.max_draft_tokens = 0 if step % 7 == 5 else 9
+            engine.step()
+            step += 1
+            for r, text in zip(requests, texts, strict=True):
+                if r.finish_reason is None and r.num_computed:
+                    position, hidden = drafter._last[r.request_id]
+                    assert position == r.num_computed
+                    torch.testing.assert_close(hidden, final_hidden(model, text[:position])[-1], rtol=1e-6, atol=1e-8)
+        assert [r.tokens for r in requests] == texts
+        accepted, drafted = (
+            sum(getattr(r.stats, f"num_{kind}_tokens") for r in requests) for kind in ("accepted", "draft")
+        )
+        assert 20 < accepted < drafted
+
+    def test_a_step_that_failed_costs_one_step_of_drafts(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        engine = engine_of(looping_model(), "medusa", {"model": knowing_heads(), "tree": "chain"}, max_draft_tokens=3)
+        request = add(engine, [3], 30)
+        engine.step()
+        engine.step()
+        before = list(request.tokens)
+
+        def fail(*_: Any) -> None:
+            raise RuntimeError("after the drafter has heard of it")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine, "_count", fail)
+            with pytest.raises(RuntimeError):
+                engine.step()
+        assert request.tokens == before
+        emitted = [len(output.token_ids) for _ in range(3) for output in engine.step()]
+        assert emitted == [1, 4, 4]
+        drain(engine)
+        assert all(b == following(a) for a, b in itertools.pairwise(request.tokens))
+
+
+class TestIdentity:
+    """The output is the target's."""
+
+    TREES: tuple[Any, ...] = ("chain", "best", "medusa", [[1], [0], [1, 0], [0, 2], [0, 2, 1]])
+
+    @pytest.mark.parametrize("most", [1, 7, 64])
+    @pytest.mark.parametrize("tree", TREES, ids=str)
+    def test_greedy_in_a_ragged_batch(self, tree: Any, most: int) -> None:
+        model = model_of(named("qwen3"))
+        expected, head = answers("qwen3"), fitted("qwen3", 4)
+        requests = run(engine_of(model, "medusa", {"model": head, "tree": tree}, max_draft_tokens=most), RAGGED)
+        assert [r.new_tokens for r in requests] == expected
+        assert sum(r.stats.num_rejected_drafts for r in requests) == 0
+        assert sum(r.stats.num_accepted_tokens for r in requests) >= 5
+
+    @pytest.mark.parametrize("name", ["gemma2", "gpt2", "mpt"])
+    def test_other_targets(self, name: str) -> None:
+        """Soft caps, learned positions, chains only; a draft vocabulary of half the tokens."""
+        model = model_of(named(name))
+        expected = [reference(model, prompt, 12) for prompt in RAGGED[:4]]
+        head = tiny_medusa(runner_for(model), drafted=range(0, 64, 2))
+        requests = run(engine_of(model, "medusa", {"model": head}, max_draft_tokens=12), RAGGED[:4], 12)
+        assert [r.new_tokens for r in requests] == expected
+        assert sum(r.stats.num_draft_tokens for r in requests) > 0
+
+    def test_typical_acceptance_is_exact_when_greedy(self) -> None:
+        model = model_of(named("llama"))
+        expected, head = answers("llama")[:4], fitted("llama")
+        engine = engine_of(model, "medusa", {"model": head}, verifier="typical", max_draft_tokens=20)
+        assert [r.new_tokens for r in run(engine, RAGGED[:4])] == expected
+
+    def test_a_seed_gives_the_undrafted_tokens(self) -> None:
+        model = model_of(named("llama"))
+        sampling = SamplingParams(temperature=1.0, top_p=0.95, seed=3)
+        head = tiny_medusa(runner_for(model))
+        plain, drafted = (
+            run(engine_of(model, name, options, max_draft_tokens=20), RAGGED[:4], 16, sampling=sampling)
+            for name, options in (("none", {}), ("medusa", {"model": head, "tree": "best"}))
+        )
+        assert [r.new_tokens for r in drafted] == [r.new_tokens for r in plain]
+
+    def test_the_law_of_sampled_tokens(self) -> None:
+        """Three tokens from one step, or from several: as many as the tree brings."""
+        num_samples, vocab, prompt = 600, 4, [1, 3, 2]
+        model = build(named("llama"), torch.float32, vocab_size=vocab)
+        model.lm_head.weight.mul_(0.5)
+        sampling = SamplingParams(temperature=0.8)
+        options = {"model": tiny_medusa(runner_for(model)), "tree": "best"}
+        engine = engine_of(
+            model, "medusa", options, verifier="rejection", max_draft_tokens=6, max_batch_size=num_samples,
+            prefill_chunk_tokens=4096,
+        )  # fmt: skip
+        torch.manual_seed(17)
+        requests = [add(engine, prompt, 12, sampling=sampling) for _ in range(num_samples)]
+        while any(len(r.new_tokens) < 3 for r in requests):
+            engine.step()
+            for r in requests:
+                if r.finish_reason is None and len(r.new_tokens) >= 3:
+                    engine.abort(r.request_id)
+        digits = torch.tensor([r.new_tokens[:3] for r in requests])
+        counts = torch.bincount((digits * torch.tensor([16, 4, 1])).sum(dim=1), minlength=vocab**3)
+        every = torch.tensor([[*prompt, *s] for s in itertools.product(range(vocab), repeat=3)])
+        logits = model(input_ids=every).logits
+        mass = torch.full((len(every),), float(num_samples), dtype=torch.float64)
+        for i in range(3):
+            probs = probabilities(logits[:, 2 + i], [sampling] * len(every)).double()
+            mass *= probs.gather(1, every[:, 3 + i, None])[:, 0]
+        assert chi_square_p(counts, mass) > 1e-4
+        assert sum(r.stats.num_accepted_tokens for r in requests) > num_samples / 2
+
+    def test_fault_18_the_order_of_siblings_does_not_matter(self) -> None:
+        """The same nodes, listed the other way round: the same tokens accepted in every step."""
+        model = model_of(named("llama"))
+        paths = [list(p) for depth in (1, 2) for p in itertools.product(range(3), repeat=depth)]
+        other = sorted(paths, key=lambda path: (len(path), [-rank for rank in path]))
+
+        def steps(tree: Any) -> list[list[list[int]]]:
+            options = {"model": fitted("llama"), "tree": tree}
+            engine = engine_of(model, "medusa", options, max_draft_tokens=12)
+            requests = [add(engine, prompt, 30) for prompt in RAGGED[:4]]
+            found = [[output.token_ids for output in engine.step()] for _ in range(6)]  # there is room for all nodes
+            for request, answer in zip(requests, answers("llama"), strict=False):
+                known = min(len(request.new_tokens), len(answer))
+                assert request.new_tokens[:known] == answer[:known]
+            return found
+
+        one = steps(paths)
+        assert one == steps(other)
+        assert max(len(tokens) for step in one for tokens in step) == 3
+
+
+def run(engine: Engine, rows: Sequence[list[int]], new_tokens: int = 16, **options: Any) -> list[Request]:
+    requests = [add(engine, row, new_tokens, **options) for row in rows]
+    drain(engine)
+    return requests
+
+
+class TestBuilding:
+    """Options, and what is refused."""
+
+    def test_the_default_tree_is_medusas_as_far_as_the_heads_reach(self) -> None:
+        model = model_of(named("llama"))
+        shape: Any = built(model, num_heads=2, drafted=range(6))._shape
+        assert (shape.tree.depth, shape.tree.width) == (2, 6)
+        assert len(built(model, num_heads=4)._shape.tree) == 63  # type: ignore[union-attr]
+
+    def test_the_checkpoint_may_advise_a_tree(self) -> None:
+        model = model_of(named("llama"))
+        advised: Any = built(model, settings={"tree": [[0], [1], [0, 0]]})._shape
+        assert advised.tree.paths == ((0,), (1,), (0, 0))
+        own: Any = built(model, tree="chain", settings={"tree": [2]})._shape
+        assert own.tree.paths == ((0,), (0, 0), (0, 0, 0))
+
+    @pytest.mark.parametrize(
+        ("tree", "complaint"),
+        [
+            ("medusa", "the tree is 4 deep .* a/medusa has 3 heads"),
+            ([64, 65], "takes the 65 likeliest tokens; .* for 64 tokens"),
+            ("bets", "tree='bets'; allowed: 'chain', 'best', a dict of top_k, total_tokens, a name"),
+            ({"topk": 3}, "has no option 'topk'; did you mean 'top_k'"),
+            ({"total_tokens": 1}, "total_tokens=1; allowed: an integer from 2 to 1025"),
+        ],
+        ids=str,
+    )
+    def test_trees_that_do_not_fit_are_refused(self, tree: Any, complaint: str) -> None:
+        with pytest.raises(ConfigError, match=complaint):
+            built(model_of(named("llama")), tree=[[64]] if tree == [64, 65] else tree)
+
+    def test_a_target_of_chains_gets_chains_and_refuses_trees(self) -> None:
+        runner = runner_for(model_of(named("llama"))).with_own_cache()
+        runner.supports_trees = False
+        head = tiny_medusa(runner, settings={"tree": [3, 2]})
+        chains: Any = build_drafter("medusa", runner, None, {"model": head})
+        assert chains._shape.tree.paths == ((0,), (0, 0), (0, 0, 0))
+        for tree in ("best", [2, 2]):
+            with pytest.raises(IncompatibleDrafterError, match="chains only; use tree='chain'"):
+                build_drafter("medusa", runner, None, {"model": head, "tree": tree})
+
+    def test_heads_of_another_target_are_refused(self) -> None:
+        head = tiny_medusa(runner_for(model_of(named("llama"))))
+        other = runner_for(build(named("llama"), vocab_size=60))
+        with pytest.raises(IncompatibleDrafterError, match=r"hidden size 32 and 64 tokens; .* has 32 and 60"):
+            build_drafter("medusa", other, None, {"model": head})
+
+    def test_an_eagle_head_is_refused(self) -> None:
+        with pytest.raises(IncompatibleDrafterError, match="holds no Medusa heads but EagleHead"):
+            built(model_of(named("llama")), small_eagle(small_target(torch.float64)))
+
+    def test_heads_come_from_a_folder_once_per_target(self, tmp_path: Path) -> None:
+        runner = runner_for(model_of(named("llama"))).with_own_cache()
+        head = tiny_medusa(runner, drafted=range(0, 64, 2), num_layers=2)
+        settings = {"tree": [[0], [1], [0, 0]]}
+        save_head(tmp_path / "heads", head.module, head.vocabulary, head_target(runner), settings=settings)
+        options = {"model": str(tmp_path / "heads")}
+        one: Any = build_drafter("medusa", runner, None, options)
+        two: Any = build_drafter("medusa", runner, None, options)
+        assert one._module is two._module
+        assert one._shape.tree.paths == ((0,), (1,), (0, 0))
+        hidden = torch.randn(1, 32, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+        memory: Any = build_drafter("medusa", runner, None, {"model": head, "tree": settings["tree"]})
+        assert torch.equal(proposed(one, hidden, (9, 4)).token_ids, proposed(memory, hidden, (9, 4)).token_ids)
+
+    def test_no_heads_ship_for_a_tiny_target(self) -> None:
+        runner = runner_for(model_of(named("llama")))
+        with pytest.raises(IncompatibleDrafterError, match="no medusa head ships for"):
+            build_drafter("medusa", runner, None, {})
+        with pytest.raises(ConfigError, match=r"drafter 'medusa': model is a int; allowed: a folder"):
+            build_drafter("medusa", runner, None, {"model": 3})
+
+
+def test_fresh_heads_repeat_the_target() -> None:
+    """Before any training a head's logits are the target's own, one place late."""
+    runner = runner_for(model_of(named("llama")))
+    head = tiny_medusa(runner, num_layers=2, num_heads=2)
+    fresh = MedusaHeads(head.module.config).to(torch.float64)
+    fresh.lm_head = head.module.lm_head
+    hidden = torch.randn(3, 32, dtype=torch.float64)
+    for i in range(2):
+        torch.testing.assert_close(fresh.logits(hidden)[:, i], head.module.lm_head(hidden))
+    torch.testing.assert_close(head.module.logits(hidden, 1), head.module.logits(hidden)[:, :1])
