@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from specdec.drafters.autoregression import draw_chain, fit_vocabulary
+from specdec.drafters.given_small_model import given_small_model
 from specdec.drafters.respelled_history import RespelledHistory
 from specdec.drafters.static_tree import refuse_trees_on_chains
 from specdec.drafters.tree_option import Shape, grow_shape, num_rows, tree_option
@@ -28,6 +29,7 @@ from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.runner import ModelRunner
 from specdec.models.vocabulary import (
     SharedTokens,
+    SomeTokens,
     Vocabulary,
     match_vocabularies,
     report_intersection,
@@ -99,7 +101,8 @@ class DraftModelDrafter:
 
         Args:
             context: of the target.
-            model: a model object, or a name or path that is loaded, in `dtype` or else the target's.
+            model: a model object; a name or path that is loaded, in `dtype` or else the target's; or the folder of a
+                model that was distilled for this target. None = the one that ships for it.
             tokenizer: the draft model's; default: the one that is loaded with it.
             dtype: of the weights that are loaded.
             vocabulary: "same": its ids must be the target's. "intersection": only tokens that both have are drafted,
@@ -116,10 +119,13 @@ class DraftModelDrafter:
         shape = tree_option(tree, sampled)
         if shape is not None:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
-        if model is None:
-            raise ConfigError(
-                "drafter 'draft_model' needs model=: a model object, a hub id, a local directory or a .gguf file"
-            )
+        distilled = given_small_model(context, model)
+        if distilled is not None:
+            _refuse_unused(tokenizer=tokenizer, dtype=dtype, vocabulary=None if vocabulary == "auto" else vocabulary)
+            small, tokens = distilled
+            runner = runner_for(small, RunnerConfig()).with_own_cache()
+            fitting: Vocabulary = SomeTokens(tokens.target_ids, context.vocab_size)
+            return cls(runner, context.vocab_size, fitting, shape, sampled)
         if hasattr(model, "forward"):
             if dtype is not None:
                 raise ConfigError(f"drafter 'draft_model': dtype={dtype!r} has no effect on a model that is loaded")
@@ -247,3 +253,12 @@ class DraftModelDrafter:
         self._open.pop(request_id, None)
 
     def reset(self) -> None: ...
+
+
+def _refuse_unused(**options: Any) -> None:
+    for option, value in options.items():
+        if value is not None:
+            raise ConfigError(
+                f"drafter 'draft_model': {option}={value!r} has no effect on a draft model that was distilled for its "
+                "target and takes all of that from there"
+            )

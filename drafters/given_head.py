@@ -55,8 +55,8 @@ def given_head(name: str, context: DrafterContext, model: Any) -> LoadedHead:
             f"drafter {name!r}: {head.source} is for a target of hidden size {found[0]} and {found[1]} tokens; "
             f"{target.name} has {wanted[0]} and {wanted[1]}. Use a head that was trained for it"
         )
-    parameter = next(head.module.parameters())
-    if parameter.dtype != target.dtype or parameter.device != target.device:
+    parameter = next(head.module.parameters(), None)  # Medusa heads without blocks may have none
+    if parameter is not None and (parameter.dtype != target.dtype or parameter.device != target.device):
         raise IncompatibleDrafterError(
             f"drafter {name!r}: {head.source} was loaded as {parameter.dtype} on {parameter.device} and the target is "
             f"{target.dtype} on {target.device}; load it for this target"

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafters.given_head import given_head
 from specdec.drafters.growing_trees import likeliest
-from specdec.drafters.head_option import head_option
 from specdec.drafters.rank_trees import FixedTree, Nodes, ProductTree
 from specdec.drafters.static_tree import ALLOWED, StaticTree, chain_of, refuse_trees_on_chains, static_tree
-from specdec.errors import ConfigError, IncompatibleDrafterError
+from specdec.errors import ConfigError
 from specdec.heads.loaded import LoadedHead
 from specdec.heads.medusa import MedusaHeads
-from specdec.heads.target import head_target
 from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, TokenTree, empty_tree
 from specdec.registry import refuse_unknown
 
@@ -68,7 +67,7 @@ class MedusaDrafter:
             IncompatibleDrafterError: these are no Medusa heads or another target's, none ship for this target, or
                 trees were asked for and it runs chains only.
         """
-        head = _load(context, model)
+        head = given_head(cls.name, context, model)
         return cls(head, context.vocab_size, _shape(context, head, tree))
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
@@ -134,23 +133,6 @@ def _trees(requests: Sequence[DraftRequest], nodes: Nodes, log_probs: Tensor, id
     token_ids = ids.flatten(1).gather(1, index[:, :used])
     token_ids[:, 0] = torch.tensor([r.root_token_id for r in requests])
     return TokenTree(token_ids, nodes.parents[:, :used], num_draft + 1)
-
-
-def _load(context: DrafterContext, model: Any) -> LoadedHead:
-    """Return Medusa heads for the target of `context`."""
-    head = head_option(MedusaDrafter.name, context, model)
-    if not isinstance(head.module, MedusaHeads):
-        raise IncompatibleDrafterError(
-            f"{head.source} holds no Medusa heads but {type(head.module).__name__} (layout {head.layout}); use "
-            "drafter='eagle' or 'eagle3'"
-        )
-    config, target = head.module.config, head_target(context.runner)
-    if (config.hidden_size, config.vocab_size) != (target.hidden_size, context.vocab_size):
-        raise IncompatibleDrafterError(
-            f"the Medusa heads of {head.source} are for hidden size {config.hidden_size} and {config.vocab_size} "
-            f"tokens; {target.name} has {target.hidden_size} and {context.vocab_size}: use heads trained for it"
-        )
-    return head
 
 
 def _shape(context: DrafterContext, head: LoadedHead, tree: Any) -> FixedTree | ProductTree:

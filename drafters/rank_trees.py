@@ -94,10 +94,10 @@ class ProductTree:
         for head in range(num_heads):
             # The best nodes of a depth are children of the best nodes above it.
             children = (level[:, :, None] + log_probs[:, head, None, :]).flatten(1)
-            above, begin = begin, begin + level.shape[1]
+            level_begin, begin = begin, begin + level.shape[1]
             level, order = (values[:, :num_nodes] for values in children.sort(dim=1, descending=True, stable=True))
             scores.append(level)
-            parents.append(above + order // width)
+            parents.append(level_begin + order // width)
             heads.append(torch.full_like(order, head))
             ranks.append(order % width)
         order = torch.cat(scores, dim=1).sort(dim=1, descending=True, stable=True).indices

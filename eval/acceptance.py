@@ -27,8 +27,8 @@ from specdec.eval.answers import Answer, answer, summarise
 from specdec.eval.entry import run_and_write
 from specdec.eval.lossless import first_divergence
 from specdec.eval.prompts import Prompt, encode, load_prompts, stratify
-from specdec.eval.provenance import provenance
 from specdec.interfaces import SamplingParams
+from specdec.provenance import provenance
 
 console = Console()
 _NAMES_SHOWN = 8  # of prompts left out; the file has all

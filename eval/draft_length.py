@@ -20,10 +20,10 @@ from specdec.errors import ConfigError
 from specdec.eval.draft_length_tables import markdown, show
 from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.provenance import provenance
 from specdec.eval.ratios import speedup
 from specdec.eval.timing import Sample, engine_variant, run_rotated
 from specdec.interfaces import SamplingParams
+from specdec.provenance import provenance
 from specdec.registry import VERIFIERS
 from specdec.request import Request, StopRules
 

@@ -24,8 +24,8 @@ from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.provenance import provenance
 from specdec.eval.timing import transformers_variant
+from specdec.provenance import provenance
 
 console = Console()
 

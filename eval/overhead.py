@@ -19,8 +19,8 @@ from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.provenance import provenance
 from specdec.interfaces import FeatureSpec, Forward, Segment
+from specdec.provenance import provenance
 
 console = Console()
 _STAGES = ("forward", "schedule and verify", "draft", "rest of the step", "between steps")

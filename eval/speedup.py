@@ -18,9 +18,9 @@ from specdec.api import LLM, measure_step_times, read_bandwidth_bytes_per_s, wei
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.provenance import provenance
 from specdec.eval.ratios import speedup
 from specdec.eval.timing import Sample, engine_variant, run_rotated, transformers_variant
+from specdec.provenance import provenance
 from specdec.stats import total
 
 console = Console()

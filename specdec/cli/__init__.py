@@ -13,6 +13,7 @@ from specdec.cli.console import output
 from specdec.cli.export import export_command
 from specdec.cli.generate import generate_command
 from specdec.cli.listing import list_command
+from specdec.cli.train import train_command
 
 __all__ = ["app"]
 
@@ -49,5 +50,6 @@ def main(
 app.command("generate", epilog=_EXIT_CODES)(generate_command)
 app.command("chat", epilog=_EXIT_CODES)(chat_command)
 app.command("check", epilog=_EXIT_CODES)(check_command)
+app.command("train", epilog=_EXIT_CODES)(train_command)
 app.command("export", epilog=_EXIT_CODES)(export_command)
 app.command("list", epilog=_EXIT_CODES)(list_command)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from importlib import resources
 from pathlib import Path
 
 from specdec.models.builtin import BUILTIN_MODELS
 from specdec.registry import DRAFTERS, VERIFIERS
 
-# Also in `specdec.draft_length` and `specdec.models.dtypes`, which import torch; a test compares them.
+# Also in modules that import torch (`specdec.draft_length`, `specdec.train.jobs`, `specdec.models.dtypes`); tests
+# compare them.
 DRAFT_LENGTHS = ("static", "confidence", "cost_aware")
+TRAIN_METHODS = ("eagle3", "medusa", "draft_model")
 DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32", "float64", "fp16", "fp32", "fp64")
 
 
@@ -31,6 +34,17 @@ def draft_lengths(incomplete: str) -> list[str]:
 def dtypes(incomplete: str) -> list[str]:
     """Return the names of weight types that `incomplete` begins."""
     return _beginning(incomplete, DTYPES)
+
+
+def train_methods(incomplete: str) -> list[str]:
+    """Return the drafters that can be trained whose names `incomplete` begins."""
+    return _beginning(incomplete, TRAIN_METHODS)
+
+
+def recipes(incomplete: str) -> list[str]:
+    """Return the names of training recipes that `incomplete` begins."""
+    folder = resources.files("specdec.configs") / "train"
+    return _beginning(incomplete, sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
 
 
 def models(incomplete: str) -> list[str]:

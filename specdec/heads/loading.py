@@ -104,8 +104,8 @@ def _check_tensors(
     ]
     if problems:
         raise CheckpointError(
-            f"{len(problems)} tensors are not what the config says:\n  " + "\n  ".join(problems) + "\nThe file is "
-            "incomplete, its config.json is another head's, or the head is of a kind that only resembles this layout"
+            f"tensors that are not what the config says ({len(problems)}):\n  " + "\n  ".join(problems) + "\nThe file "
+            "is incomplete, its config.json is another head's, or the head is of a kind that only resembles this layout"
         )
 
 

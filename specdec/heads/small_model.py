@@ -102,6 +102,15 @@ def load_small_model(folder: Path | str, model: Any, target: HeadTarget) -> tupl
     return small.to(target.dtype).to(target.device).eval().requires_grad_(False), vocabulary
 
 
+def is_small_model(folder: Path) -> bool:
+    """Tell whether a folder holds a model from `save_small_model`."""
+    try:
+        about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
+        return bool(about.get("format") == FORMAT and about.get("kind") == KIND)
+    except (OSError, ValueError, AttributeError):
+        return False
+
+
 def _about(folder: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))

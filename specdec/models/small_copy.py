@@ -44,6 +44,7 @@ def small_copy(model: Any, layers: Sequence[int]) -> Any:
 def small_config(config: Any, layers: Sequence[int]) -> Any:
     """Return a config for the blocks `layers` of a model with `config`."""
     small = copy.deepcopy(config)
+    small._attn_implementation = "sdpa"  # a runner's clone names specdec's own, which works in a runner only
     text = small.get_text_config()
     text.num_hidden_layers = len(layers)
     if getattr(text, "layer_types", None) is not None:

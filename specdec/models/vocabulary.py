@@ -102,7 +102,35 @@ class SharedTokens:
         return self._draft.spell(text) or [self._filler]
 
 
-Vocabulary = SameVocabulary | SharedTokens
+class SomeTokens:
+    """The target's own ids, with an output head that has rows for some of them only.
+
+    Args:
+        target_ids: [Vd] int64 that the head's columns stand for.
+        target_size: ids of the target's head.
+    """
+
+    def __init__(self, target_ids: Tensor, target_size: int) -> None:
+        self._target_ids, self._target_size = target_ids, target_size
+
+    def fit(self, logits: Tensor) -> Tensor:
+        """Return draft logits [n, Vd] in the target's vocabulary, [n, V]: -inf for what has no row."""
+        if self._target_ids.device != logits.device:
+            self._target_ids = self._target_ids.to(logits.device)
+        fitted = logits.new_full((logits.shape[0], self._target_size), float("-inf"))
+        fitted[:, self._target_ids] = logits
+        return fitted
+
+    def to_draft(self, token_ids: Tensor) -> Tensor:
+        """Return the draft model's id for each drafted token [n] int64: the same."""
+        return token_ids
+
+    def spell(self, token_id: int) -> list[int]:
+        """Return what the draft model reads for one of the target's tokens: the token."""
+        return [token_id]
+
+
+Vocabulary = SameVocabulary | SharedTokens | SomeTokens
 
 
 def match_vocabularies(

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from specdec.api import LLM
+from specdec.errors import ConfigError
 from specdec.interfaces import DraftRequest, FeatureSpec, Noise, Observation, SamplingParams, TokenTree, empty_tree
 from specdec.models.generation import eos_token_ids
 from specdec.models.runner import ModelRunner
@@ -36,6 +37,13 @@ class CaptureConfig:
     seed: int = 0
     stop_at_repetition: bool = True  # small models loop under greedy decoding; loops teach nothing
     shard_tokens: int = 30_000  # written at once: what a killed run loses at most
+
+    def __post_init__(self) -> None:
+        for name in ("max_new_tokens", "min_new_tokens", "max_batch_size", "shard_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"capture.{name}={getattr(self, name)!r}; allowed: an integer >= 1")
+        if not self.temperatures or min(self.temperatures) < 0:
+            raise ConfigError(f"capture.temperatures={list(self.temperatures)}; allowed: at least one, each >= 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +134,19 @@ class Capture:
         waiting = iter([p for p in prompts if p.key not in known])
         written = done = 0
         last = time.monotonic()
-        # A few more than a batch are queued, so that the batch stays full.
-        while self._fill(waiting) or self._llm.engine.has_unfinished:
-            for output in self._llm.engine.step():
-                if output.finish_reason is not None:
-                    written += self._finish(output.request_id)
-                    done += 1
-            if report is not None and time.monotonic() - last > 1.0:
-                last = time.monotonic()
-                report(done, written)
+        try:
+            # A few more than a batch are queued, so that the batch stays full.
+            while self._fill(waiting) or self._llm.engine.has_unfinished:
+                for output in self._llm.engine.step():
+                    if output.finish_reason is not None:
+                        written += self._finish(output.request_id)
+                        done += 1
+                if report is not None and time.monotonic() - last > 1.0:
+                    last = time.monotonic()
+                    report(done, written)
+        except KeyboardInterrupt:  # what is whole is kept
+            self._flush()
+            raise
         self._flush()
         if report is not None:
             report(done, written)
@@ -185,5 +197,5 @@ class Capture:
 
     def _flush(self) -> None:
         if self._done:
-            self._store.write(self._done)
-            self._done = []
+            done, self._done = self._done, []
+            self._store.write(done)

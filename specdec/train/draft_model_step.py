@@ -59,4 +59,5 @@ class DraftModelStep(nn.Module):
         first[where] = (guess == wanted).to(torch.int8)
         # Where all drafts before it were right, draft k stands on the text itself, k columns further on.
         hits = torch.stack([shifted(first, k, fill=-1) for k in range(self._num_draft_tokens)])
+        hits = hits.masked_fill(first < 0, -1)  # no draft begins before the response
         return StepLoss(loss / max(len(number), 1), hits)

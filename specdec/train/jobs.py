@@ -8,14 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from specdec.errors import ConfigError
 from specdec.heads.draft_vocabulary import DraftVocabulary
+from specdec.heads.loading import load_head
 from specdec.heads.saving import save_head
-from specdec.heads.small_model import save_small_model
+from specdec.heads.small_model import load_small_model, save_small_model
 from specdec.heads.target import HeadTarget
-from specdec.models.small_copy import small_copy
+from specdec.models.small_copy import own_tensors, small_copy
 from specdec.registry import refuse_unknown
 from specdec.train.draft_model_step import DraftModelStep
 from specdec.train.eagle_step import EagleStep, EagleTraining
@@ -43,6 +44,7 @@ class Ingredients:
     examples: Sequence[Example]
     dtype: torch.dtype  # of the large frozen products
     options: dict[str, Any] = field(default_factory=dict)
+    init: str | None = None  # a trained drafter of the same kind to go on from, on other data or at another rate
 
     @property
     def weight(self) -> Tensor:
@@ -63,16 +65,63 @@ def build_job(method: str, given: Ingredients) -> Job:
     return makers[method](given)
 
 
-METHODS = ("eagle3", "medusa", "draft_model")
+def begun_vocabulary(method: str, init: str, model: Any, target: HeadTarget) -> DraftVocabulary:
+    """Return the draft vocabulary of a trained drafter that is to go on.
+
+    Raises:
+        CheckpointError: it cannot be read.
+        IncompatibleDrafterError: it is another target's.
+    """
+    return load_small_model(init, model, target)[1] if method == "draft_model" else load_head(init, target).vocabulary
+
+
+def _go_on_from(module: nn.Module, given: Ingredients) -> None:
+    """Take the weights of the trained head `given.init`."""
+    assert given.init is not None, "there is a head to go on from"
+    begun = load_head(given.init, given.target)
+    _same_vocabulary(begun.vocabulary, given)
+    ours, theirs = module.state_dict(), begun.module.state_dict()
+    if ours.keys() != theirs.keys() or any(ours[k].shape != theirs[k].shape for k in ours):
+        raise ConfigError(f"init={given.init!r} is a head of another shape than the one to be trained")
+    module.load_state_dict(theirs)
+
+
+def _fill_from(small: Any, begun: Any, given: Ingredients) -> None:
+    """Take the weights of the draft model `given.init`, without the embedding and the head, which are the target's."""
+    own = own_tensors(small)
+    theirs = {name: p for name, p in begun.named_parameters() if name in own}
+    same_depth = begun.config.get_text_config().num_hidden_layers == small.config.get_text_config().num_hidden_layers
+    if theirs.keys() != own.keys() or not same_depth:
+        raise ConfigError(f"init={given.init!r} has other blocks than layers={given.options.get('layers')}; name as many")
+    with torch.no_grad():
+        for name, tensor in own.items():
+            tensor.copy_(theirs[name])
+
+
+def _same_vocabulary(vocabulary: DraftVocabulary, given: Ingredients) -> None:
+    if not torch.equal(vocabulary.target_ids.cpu(), given.vocabulary.target_ids.cpu()):
+        raise ConfigError(f"init={given.init!r} drafts other tokens; train with its draft vocabulary")
+
+
+# Which options each method has.
+OPTIONS: dict[str, frozenset[str]] = {
+    "eagle3": frozenset({*EagleTraining.__slots__, "intermediate_size", "num_layers"}),
+    "medusa": frozenset({"num_heads", "num_layers", "head_decay"}),
+    "draft_model": frozenset({"layers", "num_draft_tokens"}),
+}
+METHODS = tuple(OPTIONS)
 
 
 def _eagle3(given: Ingredients) -> Job:
     options = given.options
-    refuse_unknown("eagle3", options, {*EagleTraining.__slots__, "intermediate_size", "num_layers"})
+    refuse_unknown("eagle3", options, OPTIONS["eagle3"])
     shape = {k: options[k] for k in ("intermediate_size", "num_layers") if k in options}
     training = EagleTraining(**{k: v for k, v in options.items() if k not in shape})
     rms = feature_rms(given.examples)
     head = new_eagle3(given.target, given.vocabulary, norm=rms[-given.target.hidden_size :], **shape)
+    if given.init is not None:
+        _go_on_from(head, given)
+        head.fc.weight.data.mul_(rms[: head.config.num_features])  # its scale was folded in when it was saved
     weight = given.weight
     head.lm_head.weight = weight
     step = EagleStep(head, given.vocabulary, weight, training)
@@ -86,9 +135,11 @@ def _eagle3(given: Ingredients) -> Job:
 
 def _medusa(given: Ingredients) -> Job:
     options = given.options
-    refuse_unknown("medusa", options, {"num_heads", "num_layers", "head_decay"})
+    refuse_unknown("medusa", options, OPTIONS["medusa"])
     shape = {k: options[k] for k in ("num_heads", "num_layers") if k in options}
     heads = new_medusa(given.target, given.vocabulary, **shape)
+    if given.init is not None:
+        _go_on_from(heads, given)
     weight = given.weight
     heads.lm_head.weight = weight
     step = MedusaStep(heads, given.vocabulary, weight, options.get("head_decay", 0.8))
@@ -101,13 +152,17 @@ def _medusa(given: Ingredients) -> Job:
 
 def _draft_model(given: Ingredients) -> Job:
     options = given.options
-    refuse_unknown("draft_model", options, {"layers", "num_draft_tokens"})
+    refuse_unknown("draft_model", options, OPTIONS["draft_model"])
     layers = options.get("layers")
     if layers is None:
         layers = [0, given.target.num_layers - 1]
     if not isinstance(layers, Sequence):
         raise ConfigError(f"layers={layers!r}; allowed: a list of the target's blocks, such as [0, 1, 29]")
     small = small_copy(given.model, list(layers))
+    if given.init is not None:
+        begun, vocabulary = load_small_model(given.init, given.model, given.target)
+        _same_vocabulary(vocabulary, given)
+        _fill_from(small, begun, given)
     step = DraftModelStep(small, given.vocabulary, given.weight, options.get("num_draft_tokens", 4))
 
     def save(folder: Path, settings: dict[str, Any], card: str | None) -> Path:

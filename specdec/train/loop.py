@@ -13,15 +13,17 @@ from typing import Any, Protocol
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import set_seed
+from accelerate.utils import DistributedDataParallelKwargs, set_seed
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
 from specdec.train.batches import Batch, collate, plan_batches
 from specdec.train.losses import StepLoss, accuracy, walk
+from specdec.train.processes import main_says, processes
 from specdec.train.store import Example
 
-_LATEST = "latest.json"
+CHECKPOINTS = "checkpoints"  # the folder of them inside of a run's
+LATEST = "latest.json"
 CURVE = "curve.jsonl"
 
 
@@ -39,6 +41,7 @@ class LoopConfig:
 
     num_tokens: int = 2_000_000
     batch_tokens: int = 512
+    optimizer: str = "adamw"  # or "muon": matrices by Muon, the rest by AdamW
     learning_rate: float = 2e-3
     warmup_share: float = 0.03
     final_share: float = 0.02  # of the learning rate, at the end of the cosine
@@ -55,8 +58,9 @@ class LoopConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= 1")
-        if self.precision not in ("bf16", "no"):
-            raise ConfigError(f"precision={self.precision!r}; allowed: 'bf16', 'no'")
+        for name, allowed in (("precision", ("bf16", "no")), ("optimizer", ("adamw", "muon"))):
+            if getattr(self, name) not in allowed:
+                raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
 
 
 @dataclass(slots=True)
@@ -86,30 +90,39 @@ class Loop:
             raise ConfigError("there is nothing to train on: no example has a response")
         self._config, self._examples, self._held_out = config, examples, held_out
         self.folder = folder
-        self.accelerator = Accelerator(mixed_precision=config.precision)
+        processes()
+        # Buffers are the target's rows, which no process changes: hundreds of megabytes that need not be sent.
+        several = DistributedDataParallelKwargs(broadcast_buffers=False)
+        self.accelerator = Accelerator(mixed_precision=config.precision, kwargs_handlers=[several])
         set_seed(config.seed)
-        trained = [p for p in step.parameters() if p.requires_grad]
-        optimizer = torch.optim.AdamW(
-            trained, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
-        )
         self._plain = step
-        self._step, self._optimizer = self.accelerator.prepare(step, optimizer)
+        self._step, *self._optimizers = self.accelerator.prepare(step, *build_optimizers(step, config))
         self.progress = Progress()
         folder.mkdir(parents=True, exist_ok=True)
 
     # ------------------------------------------------------------------ the loop
 
-    def run(self, report: Callable[[Progress, dict[str, Any]], None] | None = None) -> list[dict[str, Any]]:
+    def run(
+        self,
+        report: Callable[[Progress, dict[str, Any]], None] | None = None,
+        wants_to_stop: Callable[[], bool] = lambda: False,
+    ) -> list[dict[str, Any]]:
         """Train to the end, from the last checkpoint if there is one; return the curve.
 
         Args:
             report: called after every batch with where the run is and its last figures.
+            wants_to_stop: asked after every batch, in the main process; if so, a checkpoint is written first.
 
         Raises:
             CheckpointError: a checkpoint cannot be read or written.
+            KeyboardInterrupt: it was to stop.
         """
         self._resume()
         config, progress = self._config, self.progress
+        if progress.num_tokens >= config.num_tokens:
+            if not any(line["num_tokens"] == progress.num_tokens for line in self.curve()):
+                self._note({})  # killed between the last checkpoint and this line
+            return self.curve()
         last_save = time.monotonic()
         last_lap = time.monotonic()
         next_evaluation = (progress.num_tokens // config.evaluate_tokens + 1) * config.evaluate_tokens
@@ -127,9 +140,12 @@ class Loop:
             if progress.num_tokens >= next_evaluation and not done:
                 next_evaluation += config.evaluate_tokens
                 self._note(figures)
-            if done or time.monotonic() - last_save > 60 * config.checkpoint_minutes:
+            stops = main_says(wants_to_stop()) and not done
+            if done or stops or main_says(time.monotonic() - last_save > 60 * config.checkpoint_minutes):
                 self._save()
                 last_save = time.monotonic()
+            if stops:
+                raise KeyboardInterrupt
             last_lap = time.monotonic()  # evaluating and saving is no training
             if done:
                 self._note(figures)
@@ -140,15 +156,16 @@ class Loop:
         config = self._config
         done = min(self.progress.num_tokens / config.num_tokens, 1.0)
         rate = learning_rate(config, done)
-        for group in self._optimizer.param_groups:
+        for group in (g for optimizer in self._optimizers for g in optimizer.param_groups):
             group["lr"] = rate
         self._plain.progress = done
         with self.accelerator.autocast():
             out: StepLoss = self._step(batch.to(self.accelerator.device))
         self.accelerator.backward(out.loss)
         self.accelerator.clip_grad_norm_(self._step.parameters(), config.clip_norm)
-        self._optimizer.step()
-        self._optimizer.zero_grad()
+        for optimizer in self._optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         loss = float(out.loss.detach())
         if not math.isfinite(loss):
             raise CheckpointError(
@@ -201,16 +218,22 @@ class Loop:
         """Append a line to the curve."""
         line = {**asdict(self.progress), **figures, **self.evaluate()}
         if self.accelerator.is_main_process:
-            with (self.folder / CURVE).open("a", encoding="utf-8") as file:
-                file.write(json.dumps(line) + "\n")
+            path = self.folder / CURVE
+            # A killed process may have left half a line.
+            begin = "\n" if path.is_file() and not path.read_bytes().endswith(b"\n") else ""
+            with path.open("a", encoding="utf-8") as file:
+                file.write(begin + json.dumps(line) + "\n")
 
     def curve(self) -> list[dict[str, Any]]:
         """Return the figures noted so far, of all sittings."""
         path = self.folder / CURVE
         if not path.is_file():
             return []
-        lines = path.read_text(encoding="utf-8").splitlines()
-        by_tokens = {(line := json.loads(text))["num_tokens"]: line for text in lines if text.endswith("}")}
+        by_tokens: dict[int, dict[str, Any]] = {}
+        for text in path.read_text(encoding="utf-8").splitlines():
+            if text.startswith("{") and text.endswith("}"):
+                line = json.loads(text)
+                by_tokens[line["num_tokens"]] = line
         return [by_tokens[n] for n in sorted(by_tokens)]
 
     # ------------------------------------------------------------------ checkpoints
@@ -225,9 +248,9 @@ class Loop:
             if not self.accelerator.is_main_process:
                 return
             state = {"name": name, "progress": asdict(self.progress), "config": asdict(self._config)}
-            half = self.folder / f".{_LATEST}"
+            half = self.folder / f".{LATEST}"
             half.write_text(json.dumps(state), encoding="utf-8")
-            half.replace(self.folder / _LATEST)
+            half.replace(self.folder / LATEST)
         except (OSError, RuntimeError) as error:  # torch reports a full disk as a RuntimeError
             shutil.rmtree(folder, ignore_errors=True)
             raise CheckpointError(
@@ -239,7 +262,7 @@ class Loop:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _resume(self) -> None:
-        path = self.folder / _LATEST
+        path = self.folder / LATEST
         if not path.is_file():
             return
         try:
@@ -265,6 +288,35 @@ class Loop:
         """The step itself, not what Accelerate wrapped around it."""
         module: nn.Module = self._plain
         return module
+
+
+def build_optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:
+    """Return the optimizers of what is trained: one for all of it, or Muon for the matrices and one for the rest.
+
+    Source: Jordan et al. 2024, https://kellerjordan.github.io/posts/muon/ (Muon); Liu et al. 2025, arXiv 2502.16982
+    (steps of AdamW's size, so that one learning rate serves both).
+
+    Raises:
+        ConfigError: this torch has no Muon.
+    """
+    trained = [p for p in module.parameters() if p.requires_grad]
+
+    def adamw(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(
+            parameters, lr=config.learning_rate, betas=config.betas, weight_decay=config.weight_decay
+        )
+
+    if config.optimizer == "adamw":
+        return [adamw(trained)]
+    if not hasattr(torch.optim, "Muon"):
+        raise ConfigError(f"optimizer='muon' needs torch 2.9 or newer, this is {torch.__version__}; use 'adamw'")
+    muon = torch.optim.Muon(
+        [p for p in trained if p.dim() == 2],
+        lr=config.learning_rate,
+        weight_decay=config.weight_decay,
+        adjust_lr_fn="match_rms_adamw",
+    )
+    return [muon, adamw([p for p in trained if p.dim() != 2])]
 
 
 def learning_rate(config: LoopConfig, done: float) -> float:

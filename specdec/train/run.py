@@ -2,45 +2,40 @@
 
 from __future__ import annotations
 
-import hashlib
+import json
 import logging
 import shutil
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from specdec.api import LLM
 from specdec.errors import CheckpointError, ConfigError, InputError
 from specdec.heads.target import head_target
 from specdec.models.build import runner_for
 from specdec.models.generation import eos_token_ids
 from specdec.models.loading import load_model
+from specdec.registry import refuse_unknown
 from specdec.train.capture import Capture, CaptureConfig, TokenPrompt, about_of
-from specdec.train.jobs import METHODS, Ingredients, Job, build_job
-from specdec.train.loop import Loop, LoopConfig
-from specdec.train.prompts import Prompt, held_out, read_prompts
+from specdec.train.data import DataConfig, is_held_out, token_prompts
+from specdec.train.ending import Trained, end
+from specdec.train.jobs import METHODS, OPTIONS, Ingredients, Job, begun_vocabulary, build_job
+from specdec.train.loop import CHECKPOINTS, LATEST, Loop, LoopConfig
+from specdec.train.measuring import MeasureConfig
+from specdec.train.processes import load_device, processes, share_of
+from specdec.train.prompts import read_prompts
+from specdec.train.report import Report
 from specdec.train.store import Example, FeatureStore, StoreAbout
 from specdec.train.vocabulary_choice import choose_vocabulary, count_tokens, coverage
 
 log = logging.getLogger("specdec")
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DataConfig:
-    """Which prompts, and what is made of them."""
-
-    prompts: str = "sharegpt"
-    max_examples: int | None = None  # of the target's own responses
-    max_prompt_tokens: int = 224
-    ascii_share: float = 0.0  # of a prompt's letters, at least; 0 takes every script
-    held_out_share: float = 0.04  # by prompt, never trained on
-    max_held_out: int = 128
-    samples_per_prompt: int = 1  # sample i is drawn at temperatures[i % n]
-    max_given: int | None = 0  # of the answers that the source holds, which the target only reads; None = all
-    max_given_tokens: int = 280
+ADVISED = ("tree", "max_draft_tokens")  # what `settings` may hold
+_RUN = "run.json"
+# What a run may change when it goes on. The loop's own settings are compared by the loop.
+_FREE = ("out", "features", "loop", "measure", "settings", "capture_dtype")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,7 +49,9 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
     capture: CaptureConfig = field(default_factory=CaptureConfig)
     loop: LoopConfig = field(default_factory=LoopConfig)
-    draft_vocab_size: int | None = None
+    measure: MeasureConfig = field(default_factory=MeasureConfig)
+    draft_vocab_size: int | None = None  # at most; None = all of the target's tokens
+    init: str | None = None  # a trained drafter of the same kind to go on from; its draft vocabulary is kept
     options: dict[str, Any] = field(default_factory=dict)  # of the method
     settings: dict[str, Any] = field(default_factory=dict)  # advised options of the drafter
     capture_dtype: str | None = None  # None = bfloat16 where the machine multiplies it faster, else float32
@@ -62,18 +59,12 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r}; allowed: {', '.join(METHODS)}")
+        refuse_unknown(f"specdec train {self.method}: options", self.options, OPTIONS[self.method])
+        refuse_unknown(f"specdec train {self.method}: settings", self.settings, ADVISED)
 
     @property
     def features_folder(self) -> Path:
         return self.features or self.out / "features"
-
-
-class Report:
-    """What a run tells whoever watches it; does nothing by itself."""
-
-    def stage(self, name: str, about: str) -> None: ...
-    def captured(self, num_prompts: int, num_tokens: int) -> None: ...
-    def trained(self, num_tokens: int, figures: dict[str, Any]) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +73,11 @@ class Data:
 
     train: list[Example]
     held_out: list[Example]
+
+    @property
+    def num_tokens(self) -> int:
+        """Response tokens to train on."""
+        return sum(e.num_response_tokens for e in self.train)
 
 
 def run(config: RunConfig, report: Report | None = None) -> Path:
@@ -92,22 +88,73 @@ def run(config: RunConfig, report: Report | None = None) -> Path:
         CheckpointError: something on disk is damaged, or belongs to another run, or the disk is full.
         ConfigError: an option is unknown or out of range.
     """
-    report = report or Report()
-    model, tokenizer = load_model(config.target)
+    main = processes().is_main_process
+    report = report if report is not None and main else Report()
+    next(read_prompts(config.data.prompts), None)  # a source that cannot be read is refused before a model is loaded
+    _keep_to(config)
+    model, tokenizer = load_model(config.target, device=load_device())
     target = head_target(runner_for(model))
     data = capture_features(config, tokenizer, about_of(runner_for(model), config.target), report)
-    counts = count_tokens(data.train, target.vocab_size)
-    vocabulary = choose_vocabulary(counts, config.draft_vocab_size, eos_token_ids(model))
+    if config.init is None:
+        size = None if config.draft_vocab_size is None else min(config.draft_vocab_size, target.vocab_size)
+        vocabulary = choose_vocabulary(count_tokens(data.train, target.vocab_size), size, eos_token_ids(model))
+    else:
+        vocabulary = begun_vocabulary(config.method, config.init, model, target)
     covered = coverage(count_tokens(data.held_out, target.vocab_size), vocabulary) if data.held_out else None
     dtype = torch.bfloat16 if config.loop.precision == "bf16" else torch.float32
     options = {**config.options, "seed": config.loop.seed}
-    job = build_job(config.method, Ingredients(model, target, vocabulary, data.train, dtype, options))
-    report.stage("train", _about_training(config, job, data, covered))
-    loop = Loop(job.step, data.train, data.held_out, config.out / "checkpoints", config.loop)
-    curve = loop.run(lambda progress, figures: report.trained(progress.num_tokens, figures))
-    folder = job.save(config.out / "drafter", dict(config.settings), None)
-    log.info("trained %s for %s: %s", config.method, config.target, curve[-1] if curve else {})
+    job = build_job(config.method, Ingredients(model, target, vocabulary, data.train, dtype, options, config.init))
+    report.stage("train", _about_training(config, job, data, covered), config.loop.num_tokens)
+    loop = Loop(job.step, data.train, data.held_out, config.out / CHECKPOINTS, config.loop)
+    curve = loop.run(lambda now, figures: report.trained(now.num_tokens, figures), report.wants_to_stop)
+    folder = config.out / "drafter"
+    if main:  # the others have nothing left to do
+        job.save(folder, dict(config.settings), None)
+        prompts = [e.token_ids[: e.num_prompt_tokens].tolist() for e in data.held_out]
+        trained = Trained(folder, curve, len(data.train), data.num_tokens, prompts, _num_weights(job), covered)
+        end(config, trained, model, tokenizer, report)
     return folder
+
+
+def _keep_to(config: RunConfig) -> None:
+    """Refuse other data or another head in the folder of a run that has begun; note them in the folder of a new one.
+
+    Raises:
+        CheckpointError: something that decides what is trained has changed, or the folder cannot be written.
+    """
+    path = config.out / _RUN
+    now = {k: v for k, v in as_json(config).items() if k not in _FREE}
+    try:
+        if (config.out / CHECKPOINTS / LATEST).is_file() and path.is_file():
+            before = json.loads(path.read_text(encoding="utf-8"))
+            changed = sorted(
+                k for k in flat(now).keys() | flat(before).keys() if flat(now).get(k) != flat(before).get(k)
+            )
+            if changed:
+                was = ", ".join(f"{k}={flat(before).get(k)!r}" for k in changed)
+                raise CheckpointError(
+                    f"{config.out} holds a run that was begun with other values: {was}; give those to go on with it, "
+                    "or another folder"
+                )
+        elif processes().is_main_process:
+            config.out.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(now, indent=1), encoding="utf-8")
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read or written: {error}; give another folder") from error
+
+
+def as_json(config: RunConfig) -> dict[str, Any]:
+    """Return the run as JSON holds it."""
+    found: dict[str, Any] = json.loads(json.dumps(asdict(config), default=str))
+    return found
+
+
+def flat(values: dict[str, Any], before: str = "") -> dict[str, Any]:
+    """Return dotted names and what stands there."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= flat(value, f"{before}{name}.") if isinstance(value, dict) else {f"{before}{name}": value}
+    return found
 
 
 def capture_features(config: RunConfig, tokenizer: Any, about: StoreAbout, report: Report) -> Data:
@@ -124,14 +171,29 @@ def capture_features(config: RunConfig, tokenizer: Any, about: StoreAbout, repor
     if missing:
         announce_size(missing, config, about, report)
         dtype = config.capture_dtype or ("bfloat16" if config.loop.precision == "bf16" else None)
-        model, _ = load_model(config.target, dtype=dtype)
-        Capture(model, tokenizer, store, config.capture).run(missing, report.captured)
-    keys = {p.key for p in wanted}
+        model, _ = load_model(config.target, dtype=dtype, device=load_device())
+        Capture(model, tokenizer, store, config.capture).run(share_of(missing), report.captured)
+    processes().wait_for_everyone()
+    return _split(store, {p.key: p for p in wanted}, config)
+
+
+def _split(store: FeatureStore, wanted: dict[str, TokenPrompt], config: RunConfig) -> Data:
     train: list[Example] = []
     held: list[Example] = []
+    others = 0
     for example in store.examples():
-        if example.key in keys:
-            (held if _is_held_out(example.key, config.data) else train).append(example)
+        if example.key in wanted:
+            (held if is_held_out(example.key, config.data) else train).append(example)
+            others += example.temperature != wanted[example.key].temperature
+    if others:
+        log.warning(
+            "%d responses in %s were drawn at other temperatures than capture.temperatures says; they are used as they "
+            "are, another --features draws anew",
+            others,
+            store.folder,
+        )
+    if not held:
+        log.warning("no prompt is held out, so acceptance is not measured; more prompts or data.held_out_share help")
     if not train:
         raise InputError(
             f"no response of the {len(wanted)} prompts has {config.capture.min_new_tokens} tokens or more to train on"
@@ -154,6 +216,7 @@ def announce_size(prompts: Sequence[TokenPrompt], config: RunConfig, about: Stor
         "capture",
         f"{len(prompts)} prompts, at most {tokens} tokens of {2 * about.width} bytes: up to "
         f"{num_bytes / 2**30:.2f} GiB in {folder}, {free / 2**30:.1f} GiB are free",
+        len(share_of(prompts)),
     )
     if num_bytes > free:
         raise CheckpointError(
@@ -162,77 +225,13 @@ def announce_size(prompts: Sequence[TokenPrompt], config: RunConfig, about: Stor
         )
 
 
-def token_prompts(data: DataConfig, capture: CaptureConfig, tokenizer: Any) -> list[TokenPrompt]:
-    """Return the prompts of a run as ids, in an order that depends on nothing but them."""
-    own: list[TokenPrompt] = []
-    given: list[TokenPrompt] = []
-    kept_back: list[TokenPrompt] = []
-    for prompt in read_prompts(data.prompts):
-        token_ids = _token_ids(prompt, data, tokenizer)
-        if token_ids is None:
-            continue
-        samples = [
-            TokenPrompt(f"{prompt.key}.{i}", token_ids, capture.temperatures[i % len(capture.temperatures)])
-            for i in range(data.samples_per_prompt)
-        ]
-        if held_out(prompt, data.held_out_share):
-            kept_back.append(samples[0])
-            continue
-        own += samples
-        response_ids = _given(prompt, data, tokenizer)
-        if response_ids:
-            given.append(TokenPrompt(f"{prompt.key}.g", token_ids, 1.0, response_ids))
-    return [
-        *_mixed(kept_back)[: data.max_held_out],
-        *_mixed(own)[: data.max_examples],
-        *_mixed(given)[: data.max_given],
-    ]
-
-
-def _mixed(prompts: list[TokenPrompt]) -> list[TokenPrompt]:
-    """Return the prompts in an order without order: any beginning of it is a mixture of everything."""
-    return sorted(prompts, key=lambda p: hashlib.sha256(p.key.encode()).hexdigest())
-
-
-def _token_ids(prompt: Prompt, data: DataConfig, tokenizer: Any) -> tuple[int, ...] | None:
-    if _ascii_share(prompt.text) < data.ascii_share or len(prompt.text) > 16 * data.max_prompt_tokens:
-        return None
-    if getattr(tokenizer, "chat_template", None):
-        encoded = tokenizer.apply_chat_template(
-            list(prompt.messages), add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-    else:
-        encoded = tokenizer(prompt.text).input_ids
-    return tuple(encoded) if 0 < len(encoded) <= data.max_prompt_tokens else None
-
-
-def _given(prompt: Prompt, data: DataConfig, tokenizer: Any) -> tuple[int, ...]:
-    if data.max_given == 0 or not prompt.response or _ascii_share(prompt.response) < data.ascii_share:
-        return ()
-    text = prompt.response[: 8 * data.max_given_tokens]
-    return tuple(tokenizer(text, add_special_tokens=False).input_ids[: data.max_given_tokens])
-
-
-def _ascii_share(text: str) -> float:
-    return sum(map(str.isascii, text)) / max(len(text), 1)
-
-
-def _is_held_out(key: str, data: DataConfig) -> bool:
-    return held_out(Prompt(key.partition(".")[0], ()), data.held_out_share)
-
-
 def _about_training(config: RunConfig, job: Job, data: Data, covered: float | None) -> str:
-    trained = sum(p.numel() for p in job.step.parameters() if p.requires_grad)
-    known = sum(e.num_response_tokens for e in data.train)
     share = "" if covered is None else f", the draft vocabulary covers {covered:.1%} of held-out responses"
     return (
-        f"{config.method}: {trained / 1e6:.2f} M weights, {known} response tokens of {len(data.train)} examples, "
-        f"{config.loop.num_tokens} to be seen, {len(data.held_out)} examples held out{share}"
+        f"{config.method}: {_num_weights(job) / 1e6:.2f} M weights, {data.num_tokens} response tokens of "
+        f"{len(data.train)} examples, {config.loop.num_tokens} to be seen, {len(data.held_out)} held out{share}"
     )
 
 
-def measure(llm: LLM, prompts: Iterable[TokenPrompt], max_new_tokens: int) -> float:
-    """Return the acceptance length of a drafter on prompts, decoded greedily by the engine itself."""
-    done = llm.generate([list(p.token_ids) for p in prompts], max_new_tokens=max_new_tokens)
-    emitted = sum(c.stats.num_emitted_tokens for c in done)
-    return emitted / max(sum(c.stats.num_steps for c in done), 1)
+def _num_weights(job: Job) -> int:
+    return sum(p.numel() for p in job.step.parameters() if p.requires_grad)

@@ -19,6 +19,7 @@ from specdec.registry import DRAFTERS
 from specdec.request import Request
 from specdec.tree import check_tree
 from tests.decoding import add, drain, engine_of, prompts, reference
+from tests.heads.tiny_heads import tiny_eagle, tiny_medusa
 from tests.models.architectures import model_of, named
 from tests.odd_drafters import Wrapped
 
@@ -31,6 +32,13 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
         {"model": None, "tree": [2, 1], "sampled": True},
         {"model": None, "tree": {"depth": 3, "top_k": 2, "total_tokens": 5}},
     ],
+    "eagle": [{"model": None}],
+    "eagle3": [
+        {"model": None, "tree": "chain"},
+        {"model": None, "tree": [2, 1], "sampled": True},
+        {"model": None, "tree": {"depth": 3, "top_k": 2, "total_tokens": 5}},
+    ],
+    "medusa": [{"model": None}, {"model": None, "tree": "chain"}, {"model": None, "tree": "best"}],
     "oracle": [{}, {"width": 2, "accept_rate": 0.5}],
     "adversary": [{}, {"width": 3}],
     "scripted": [{"accept_counts": [0, 2, 1]}, {"accept_counts": [1], "width": 2}],
@@ -48,12 +56,22 @@ CASES = [
 each = pytest.mark.parametrize(("name", "options"), CASES)
 
 
+def model_for(name: str, runner: ModelRunner) -> Any:
+    """Return what a drafter that needs `model` is given for this target."""
+    if name in ("eagle", "eagle3"):
+        generation = 3 if name == "eagle3" else 1
+        return tiny_eagle(runner, generation=generation, drafted=range(1, 64, 2) if generation == 3 else None)
+    if name == "medusa":
+        return tiny_medusa(runner, drafted=range(1, 64, 2))
+    return model_of(named("qwen2"))
+
+
 def build(name: str, options: dict[str, Any]) -> Engine:
     """Return an engine with a fresh drafter over a cache of its own."""
     model = model_of(named("llama"))
     runner = engine_of(model).target.with_own_cache()
     if "model" in options:
-        options = {**options, "model": model_of(named("qwen2"))}
+        options = {**options, "model": model_for(name, runner)}
     return engine_of(model, name, options, runner=runner, max_draft_tokens=4)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -23,6 +24,13 @@ SHAPES: dict[str, dict[str, Any]] = {
     "dynamic": {"tree": {"depth": 4, "top_k": 3, "total_tokens": 12}},
     "beam": {"tree": {"depth": 3, "top_k": 2, "total_tokens": 13}},
 }
+
+
+@cache
+def answers() -> list[list[int]]:
+    return [reference(model_of(named("llama")), row, 12) for row in RAGGED]
+
+
 each = pytest.mark.parametrize("shape", SHAPES)
 
 
@@ -32,13 +40,12 @@ def engine_with(draft: str, shape: str, target: str = "llama", **options: Any) -
     return engine_of(model_of(named(target)), "draft_model", chosen, runner=runner, max_draft_tokens=12, **options)
 
 
-@pytest.mark.parametrize("draft", ["llama", "mistral_window"])
 @each
-def test_greedy_identity_in_a_ragged_batch(shape: str, draft: str) -> None:
-    engine = engine_with(draft, shape)
+def test_greedy_identity_in_a_ragged_batch(shape: str) -> None:
+    engine = engine_with("mistral_window", shape)
     requests = [add(engine, row, 12) for row in RAGGED]
     drain(engine)
-    assert [r.new_tokens for r in requests] == [reference(model_of(named("llama")), row, 12) for row in RAGGED]
+    assert [r.new_tokens for r in requests] == answers()
     assert sum(r.stats.num_rejected_drafts for r in requests) == 0
 
 
@@ -46,10 +53,11 @@ def test_greedy_identity_in_a_ragged_batch(shape: str, draft: str) -> None:
 @each
 def test_only_the_accepted_path_keeps_its_kv(shape: str, sampling: SamplingParams) -> None:
     engine = engine_with("mistral_window", shape, "mistral_window")
-    requests = [add(engine, row, 30, sampling=sampling) for row in RAGGED[:4]]
-    for _ in range(5):
+    drafter: Any = engine.drafter
+    requests = [add(engine, row, 30, sampling=sampling) for row in RAGGED[:3]]
+    for _ in range(4):
         engine.step()
-        own = engine.drafter._runner
+        own = drafter._runner
         for r in requests:
             if own.cache.is_open(r.request_id):
                 assert_fresh_kv(own, r.request_id, r.tokens)
@@ -73,7 +81,7 @@ def test_a_beam_finds_more_than_its_chain() -> None:
     def accepted(options: dict[str, Any]) -> int:
         chosen = {"model": model_of(named("qwen2")), **options}
         engine = engine_of(model_of(named("llama")), "draft_model", chosen, max_draft_tokens=24)
-        requests = [add(engine, row, 16) for row in RAGGED]
+        requests = [add(engine, row, 12) for row in RAGGED]
         drain(engine)
         return sum(r.stats.num_accepted_tokens for r in requests)
 
@@ -87,7 +95,7 @@ def test_a_tree_of_one_branch_is_the_chain(tree: Any) -> None:
     for options in ({"tree": tree}, {"tree": "chain"}):
         chosen = {"model": model_of(named("qwen2")), **options}
         engine = engine_of(model_of(named("llama")), "draft_model", chosen, max_draft_tokens=3)
-        requests = [add(engine, row, 12) for row in RAGGED[:3]]
+        requests = [add(engine, row, 8) for row in RAGGED[:2]]
         drain(engine)
         seen.append([(r.stats.num_steps, r.stats.num_draft_tokens, r.stats.num_accepted_tokens) for r in requests])
     assert seen[0] == seen[1]

@@ -423,7 +423,7 @@ class TestBuilding:
             build_drafter("medusa", other, None, {"model": head})
 
     def test_an_eagle_head_is_refused(self) -> None:
-        with pytest.raises(IncompatibleDrafterError, match="holds no Medusa heads but EagleHead"):
+        with pytest.raises(IncompatibleDrafterError, match="is for drafter='eagle3'; use that one"):
             built(model_of(named("llama")), small_eagle(small_target(torch.float64)))
 
     def test_heads_come_from_a_folder_once_per_target(self, tmp_path: Path) -> None:
@@ -444,7 +444,7 @@ class TestBuilding:
         runner = runner_for(model_of(named("llama")))
         with pytest.raises(IncompatibleDrafterError, match="no medusa head ships for"):
             build_drafter("medusa", runner, None, {})
-        with pytest.raises(ConfigError, match=r"drafter 'medusa': model is a int; allowed: a folder"):
+        with pytest.raises(ConfigError, match=r"drafter 'medusa': model is a int; allowed: a directory"):
             build_drafter("medusa", runner, None, {"model": 3})
 
 

@@ -235,7 +235,7 @@ TARGET = torch.tensor([[2.0, 0.5, -0.5, 1.0], [0.0, 1.5, 1.0, -1.0], [0.3, 0.2, 
 DRAFT = torch.tensor([[0.5, 1.0, 0.0, 1.5], [1.0, 0.0, 1.5, 0.5], [1.0, -1.0, 0.5, 0.0], [0.0, 1.0, 1.5, -0.5]])
 
 
-@pytest.mark.parametrize(("verifier", "top_k"), zip(VERIFIERS, (0, 2), strict=True), ids=["rejection", "traversal"])
+@pytest.mark.parametrize(("verifier", "top_k"), [(VERIFIERS[0], 0), (VERIFIERS[1], 2)], ids=["rejection", "traversal"])
 def test_several_steps_of_drawn_trees_with_the_real_noise(
     verifier: Verifier, top_k: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +247,6 @@ def test_several_steps_of_drawn_trees_with_the_real_noise(
 
     monkeypatch.setattr(enumeration, "draw_tree", draw_tree)
     target = TARGET.softmax(dim=-1)
-    run = sample_tokens(verifier, target, DRAFT.softmax(dim=-1), [2, 1], batch=5_000)
+    run = sample_tokens(verifier, target, DRAFT.softmax(dim=-1), [2, 1], batch=4_000)
     assert int(run.first_accepted.max()) == 2
     assert sequences_p_value(run.tokens, target) > 1e-4

@@ -194,6 +194,8 @@ def test_fault_20_another_vocabulary(door: str, llama: Path, tmp_path: Path) -> 
     swapped = tokenizer.backend_tokenizer.to_str().replace('"a":1', '"a":2').replace('"b":2', '"b":1')
     (folder / "tokenizer.json").write_text(swapped)
     question = Question(llama, drafter="draft_model", drafter_options={"model": str(folder)})
+    assert ids_of(door, question) == wanted(question)  # "b" is drafted as the target's "b"
+    question.drafter_options["vocabulary"] = "same"
     with pytest.raises(SpecdecError, match="token id 1 is 'b' for the draft model and 'a' for the target"):
         ids_of(door, question)
 

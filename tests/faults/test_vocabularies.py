@@ -74,6 +74,11 @@ def renamed(words: tuple[str, ...]) -> Any:
     return draft
 
 
+@cache
+def answers() -> list[list[int]]:
+    return [reference(model_of(named("llama")), row, 12) for row in RAGGED]
+
+
 def rolled(words: list[str], shift: int = 21) -> list[str]:
     return [words[(i - shift) % len(words)] for i in range(len(words))]
 
@@ -199,7 +204,7 @@ def test_fault_20_greedy_identity_with_another_vocabulary(name: str) -> None:
     size, words = DRAFTS[name]
     engine = engine_with(other(size), words)
     drafted = proposals(engine)
-    assert [r.new_tokens for r in run(engine)] == [reference(model_of(named("llama")), row, 12) for row in RAGGED]
+    assert [r.new_tokens for r in run(engine)] == answers()
     shared = {i for i, word in enumerate(TARGET) if word in words[:size]}
     assert len(set(drafted)) > 5
     assert set(drafted) <= shared
@@ -229,6 +234,7 @@ def test_fault_20_the_draft_models_own_kv_holds_its_own_spelling(options: dict[s
     """After rejections its cache is that of a fresh run over the text in its own tokens, which is longer."""
     words = DRAFTS["letters"][1]
     engine = engine_with(renamed(tuple(words)), words, "rejection", **options)
+    drafter: Any = engine.drafter
     requests = [add(engine, row, 30, sampling=SEEDED) for row in RAGGED]
     longer = 0
     for step in range(7):
@@ -236,10 +242,10 @@ def test_fault_20_the_draft_models_own_kv_holds_its_own_spelling(options: dict[s
         for r in requests[step % 2 :: 2]:
             if r.finish_reason is None:
                 own = [words.index(c) for t in r.tokens for c in TARGET[t]]
-                assert engine.drafter._history.of(r.request_id) == own
-                if engine.drafter._runner.cache.is_open(r.request_id):
-                    assert_fresh_kv(engine.drafter._runner, r.request_id, own)
-                    longer += engine.drafter._runner.cache.context_len(r.request_id) > len(r.tokens)
+                assert drafter._history.of(r.request_id) == own
+                if drafter._runner.cache.is_open(r.request_id):
+                    assert_fresh_kv(drafter._runner, r.request_id, own)
+                    longer += drafter._runner.cache.context_len(r.request_id) > len(r.tokens)
     assert longer > 8
     assert 0 < sum(r.stats.num_accepted_tokens for r in requests) < sum(r.stats.num_draft_tokens for r in requests)
 

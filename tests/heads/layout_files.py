@@ -149,3 +149,12 @@ def forward(module: EagleHead, features: Tensor, embedded: Tensor, first: int = 
     hidden = module.fuse(features) if features.shape[-1] == module.config.num_features else features
     hidden = module(hidden, embedded, torch.arange(len(embedded)) + first, causal)
     return hidden, module.logits(hidden)
+
+
+def rows(*shape: int) -> Tensor:
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def same(left: Tensor, right: Tensor) -> None:
+    """Compare up to the angles of positions, which transformers computes in float32."""
+    torch.testing.assert_close(left, right, rtol=1e-5, atol=1e-6)

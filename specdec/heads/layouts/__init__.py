@@ -24,7 +24,7 @@ def recognise(checkpoint: Checkpoint) -> Layout:
         CheckpointError: it is of a kind that is not supported, which is named, or of none that is known.
     """
     loadable = "what loads: " + "; ".join(f"{layout.title} ({layout.name})" for layout in LAYOUTS)
-    unsupported = name_of_unsupported(checkpoint)
+    unsupported = None if OWN.recognises(checkpoint) else name_of_unsupported(checkpoint)
     if unsupported is not None:
         raise CheckpointError(f"{checkpoint.source} holds {unsupported}, which is not supported; {loadable}")
     for layout in LAYOUTS:

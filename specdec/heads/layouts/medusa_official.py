@@ -47,8 +47,8 @@ def _read(checkpoint: Checkpoint, target: HeadTarget) -> Reading:
     projections = [match for name in plain if (match := _PROJECTION.fullmatch(name))]
     # Early configs name fewer heads than the file has; all of those are used.
     num_heads = max(fields.integer("medusa_num_heads", 1), 1 + max(int(m[1]) for m in [*blocks, *projections]))
-    first = shapes[plain[blocks[0].string]]
-    check_hidden_size(first[-1] if first else 0, target, f"{plain[blocks[0].string]}: the heads' hidden size")
+    a_block = plain[min(m.string for m in blocks if m[3] == blocks[-1][3])]
+    check_hidden_size((shapes[a_block] or (0,))[-1], target, f"{a_block}: the heads' hidden size")
     for match in projections:
         shape = shapes[plain[match.string]]
         if len(shape) == 2 and shape[1] == target.hidden_size:

@@ -39,7 +39,7 @@ def _read(checkpoint: Checkpoint, target: HeadTarget) -> Reading:
         )
     kind = outer.text("kind")
     if kind not in _KINDS:
-        raise CheckpointError(f"{outer.where}: kind={kind!r}; allowed: {', '.join(_KINDS)}")
+        raise CheckpointError(f"{outer.where}: kind={kind!r}; allowed in a head: {', '.join(_KINDS)}")
     config = _config(_KINDS[kind], outer.inner("head"))
     _check_target(config, outer.inner("target"), target)
     found = {name: name for name in checkpoint.names}

@@ -1,0 +1,42 @@
+"""The processes of one run under `accelerate launch`; without it there is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+
+T = TypeVar("T")
+
+# One process may answer prompts for hours longer than another one.
+_PATIENCE = timedelta(days=7)
+
+
+def processes() -> PartialState:
+    """Return the state that all of Accelerate shares, which the first call makes."""
+    return PartialState(timeout=_PATIENCE)
+
+
+def share_of(things: Sequence[T]) -> list[T]:
+    """Return this process's share of some things."""
+    state = processes()
+    return list(things[state.process_index :: state.num_processes])
+
+
+def main_says(flag: bool) -> bool:
+    """Return the main process's flag in every process. All must ask: clocks and signals differ between them."""
+    if processes().num_processes == 1:
+        return flag
+    said = [flag]
+    broadcast_object_list(said)
+    return said[0]
+
+
+def load_device() -> torch.device | None:
+    """Return where this process's models go; None = the CPU, which is the loader's own default."""
+    device: torch.device = processes().device
+    return None if device.type == "cpu" else device
