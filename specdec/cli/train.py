@@ -99,7 +99,7 @@ def _show(config: RunConfig, folder: Path, view: TrainView, as_json: bool) -> No
     out = output()
     if view.acceptance:
         out.print(_table(view))
-        out.print("acceptance length: tokens per target forward, answers up to where they begin to repeat themselves")
+        say("acceptance length: tokens per target forward, of answers up to where they repeat themselves", console=out)
     say(f"{config.method} for {config.target} written to {folder}; README.md there is its card", style="", console=out)
     say(f"specdec generate --model {config.target} --drafter {folder} --prompt ...", style="", console=out)
     if config.method == "eagle3":
@@ -108,8 +108,8 @@ def _show(config: RunConfig, folder: Path, view: TrainView, as_json: bool) -> No
 
 def _table(view: TrainView) -> Table:
     table = Table(title="held-out prompts, greedy", title_justify="left", title_style="bold", box=None, pad_edge=False)
-    table.add_column("drafter")
-    for column in ("acceptance length", "whole answers", "loops", "tokens/s", "undrafted ids"):
+    table.add_column("drafter", no_wrap=True)
+    for column in ("acceptance length", "uncut", "loops", "tokens/s", "same ids"):
         table.add_column(column, justify="right")
     for row in view.acceptance:
         of = f"of {row['num_prompts']}"

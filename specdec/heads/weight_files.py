@@ -67,12 +67,16 @@ class WeightFiles:
         return self._readers[name].rows(name, ids.tolist())
 
 
+def _mapped(path: Path) -> Any:
+    return safe_open(path, framework="pt")  # untyped
+
+
 class _Safetensors:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
             check_safetensors(path)
-            self._file: Any = safe_open(path, framework="pt")
+            self._file = _mapped(path)
             self.shapes = {name: tuple(self._file.get_slice(name).get_shape()) for name in self._file.keys()}  # noqa: SIM118
         except (ModelLoadError, SafetensorError, OSError) as error:
             raise CheckpointError(f"{error}; download or save the head again") from error

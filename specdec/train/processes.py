@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 
 T = TypeVar("T")
 
@@ -18,7 +18,15 @@ _PATIENCE = timedelta(days=7)
 
 def processes() -> PartialState:
     """Return the state that all of Accelerate shares, which the first call makes."""
-    return PartialState(timeout=_PATIENCE)
+    if PartialState._shared_state:
+        return PartialState()
+    # Without this word Accelerate takes processes on CPUs for strangers.
+    return PartialState(cpu=parse_flag_from_env("ACCELERATE_USE_CPU") or not has_accelerator(), timeout=_PATIENCE)
+
+
+def has_accelerator() -> bool:
+    """Tell whether torch has a device other than the CPU here."""
+    return torch.accelerator.is_available()
 
 
 def share_of(things: Sequence[T]) -> list[T]:

@@ -55,7 +55,7 @@ def read_prompts(source: str) -> Iterator[Prompt]:
         messages, response = found
         # Long prefaces are shared by many prompts, so two are the same when their first letters are.
         letters = "".join(filter(str.isalpha, messages[-1]["content"].lower()))[:80]
-        key = hashlib.sha256(letters.encode()).hexdigest()[:16]
+        key = hashlib.sha256((letters or messages[-1]["content"]).encode()).hexdigest()[:16]
         if key not in seen:
             seen.add(key)
             yield Prompt(key, messages, response)

@@ -181,7 +181,8 @@ def _split(store: FeatureStore, wanted: dict[str, TokenPrompt], config: RunConfi
     train: list[Example] = []
     held: list[Example] = []
     others = 0
-    for example in store.examples():
+    # By key: runs that answer the same prompts at the same time leave two answers.
+    for example in {e.key: e for e in store.examples()}.values():
         if example.key in wanted:
             (held if is_held_out(example.key, config.data) else train).append(example)
             others += example.temperature != wanted[example.key].temperature

@@ -32,13 +32,15 @@ def choose_vocabulary(
         outside: [V] counts in other text, taken at a tenth: they decide among tokens that the responses hardly know.
 
     Raises:
-        ConfigError: the size is not positive or larger than the vocabulary.
+        ConfigError: the size is not positive, larger than the vocabulary or too small for `always`.
     """
     vocab_size = int(counts.shape[0])
     if size is None or size == vocab_size:
         return whole_vocabulary(vocab_size)
     if not isinstance(size, int) or isinstance(size, bool) or not 1 <= size <= vocab_size:
         raise ConfigError(f"draft_vocab_size={size!r}; allowed: 1 to the target's {vocab_size}, or None for all")
+    if len(set(always)) > size:
+        raise ConfigError(f"draft_vocab_size={size}, but {len(set(always))} tokens must be in it: {sorted(always)}")
     weights = counts.to(torch.float64)
     if outside is not None:
         weights = weights + 0.1 * outside

@@ -184,3 +184,11 @@ def test_an_option_beside_a_path_that_names_another_head(tmp_path: Path) -> None
         named_drafter(folder, {"model": "other"})
     with pytest.raises(ConfigError, match="unknown drafter 'medusas'; did you mean 'medusa'"):
         named_drafter("medusas", {})
+
+
+def test_the_page_of_layouts_lists_them_all() -> None:
+    page = Path(__file__).resolve().parents[2] / "docs" / "checkpoints.md"
+    if not page.is_file():
+        pytest.skip("not a checkout")
+    table = page.read_text(encoding="utf-8").split("<!-- layouts -->")[1].strip().split("\n\n")[0]
+    assert [row.split("|")[1].strip().strip("`") for row in table.splitlines()[2:]] == [x.name for x in LAYOUTS]
