@@ -6,6 +6,7 @@ and the recipes of the public training repositories).
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -166,7 +167,7 @@ class Capture:
     def _add(self, prompt: TokenPrompt) -> None:
         config = self._config
         # By the key, not by the order: a resumed run draws what the killed one would have drawn.
-        number = int.from_bytes(prompt.key.encode()[-8:], "big")
+        number = int.from_bytes(hashlib.sha256(prompt.key.encode()).digest()[:8], "big")
         token_ids = [*prompt.token_ids, *prompt.response_ids]
         criteria = (RepeatWatch(len(token_ids)),) if config.stop_at_repetition else ()
         stop = StopRules(

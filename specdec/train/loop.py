@@ -12,14 +12,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from accelerate import Accelerator
-from accelerate.utils import DistributedDataParallelKwargs, set_seed
+from accelerate.utils import set_seed
 from torch import nn
 
 from specdec.errors import CheckpointError, ConfigError
 from specdec.train.batches import Batch, collate, plan_batches
 from specdec.train.losses import StepLoss, accuracy, walk
-from specdec.train.processes import main_says, processes
+from specdec.train.processes import accelerator, main_says, send_trained_only
 from specdec.train.store import Example
 
 CHECKPOINTS = "checkpoints"  # the folder of them inside of a run's
@@ -90,12 +89,10 @@ class Loop:
             raise ConfigError("there is nothing to train on: no example has a response")
         self._config, self._examples, self._held_out = config, examples, held_out
         self.folder = folder
-        processes()
-        # Buffers are the target's rows, which no process changes: hundreds of megabytes that need not be sent.
-        several = DistributedDataParallelKwargs(broadcast_buffers=False)
-        self.accelerator = Accelerator(mixed_precision=config.precision, kwargs_handlers=[several])
+        self.accelerator = accelerator(config.precision)
         set_seed(config.seed)
         self._plain = step
+        send_trained_only(step)
         self._step, *self._optimizers = self.accelerator.prepare(step, *build_optimizers(step, config))
         self.progress = Progress()
         folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +177,7 @@ class Loop:
         number, epoch = 0, 0
         while True:
             plan = plan_batches(self._examples, self._config.batch_tokens, self._config.seed + epoch)
-            count = max(len(plan) // world, 1)
+            count = -(-len(plan) // world)  # the last group is filled up with the first batches
             for i in range(count):
                 if number >= self.progress.num_batches:
                     group = [plan[(i * world + r) % len(plan)] for r in range(world)]

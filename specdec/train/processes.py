@@ -7,8 +7,11 @@ from datetime import timedelta
 from typing import TypeVar
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 T = TypeVar("T")
 
@@ -27,6 +30,21 @@ def processes() -> PartialState:
 def has_accelerator() -> bool:
     """Tell whether torch has a device other than the CPU here."""
     return torch.accelerator.is_available()
+
+
+def accelerator(precision: str) -> Accelerator:
+    """Return an Accelerator; a process may train at one precision and then at another."""
+    processes()
+    if AcceleratorState._shared_state and AcceleratorState().mixed_precision != precision:
+        AcceleratorState._reset_state()
+    return Accelerator(mixed_precision=precision)
+
+
+def send_trained_only(module: nn.Module) -> None:
+    """Keep what is frozen out of what processes tell each other: rows of the target, which all of them have."""
+    frozen = [name for name, p in module.named_parameters() if not p.requires_grad]
+    frozen += [name for name, _ in module.named_buffers()]
+    DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(module, frozen)
 
 
 def share_of(things: Sequence[T]) -> list[T]:

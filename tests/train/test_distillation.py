@@ -55,7 +55,7 @@ def test_large_logits_give_finite_losses() -> None:
 def test_no_rows_have_no_loss() -> None:
     x, weight, probs, scale = _inputs()
     loss, best = soft_cross_entropy(x[:0], weight, probs[:0], scale[:0])
-    assert float(loss) == 0.0 and best.shape == (0,)
+    assert loss.item() == 0.0 and best.shape == (0,)
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.5])

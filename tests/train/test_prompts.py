@@ -30,7 +30,7 @@ def written(folder: Path, name: str, data: bytes | str) -> Path:
     return path
 
 
-@pytest.mark.parametrize("at_once", [1, 7, 1 << 20])
+@pytest.mark.parametrize("at_once", [3, 7, 1 << 20])
 def test_an_array_is_streamed_and_may_be_cut_off_anywhere(
     at_once: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
