@@ -43,8 +43,9 @@ def train_methods(incomplete: str) -> list[str]:
 
 def recipes(incomplete: str) -> list[str]:
     """Return the names of training recipes that `incomplete` begins."""
-    folder = resources.files("specdec.configs") / "train"
-    return _beginning(incomplete, sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir()))
+    files = (entry.name for entry in (resources.files("specdec.configs") / "train").iterdir())
+    names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
+    return _beginning(incomplete, (name for name in names if name not in TRAIN_METHODS))
 
 
 def models(incomplete: str) -> list[str]:

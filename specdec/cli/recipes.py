@@ -8,9 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from specdec.cli import completion
 from specdec.errors import ConfigError
 from specdec.registry import refuse_unknown
 
@@ -40,6 +41,7 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
         refuse_unknown("specdec train", [method], METHODS)
     schema = OmegaConf.structured(RunConfig)
     _make_writable(schema)
+    schema.data.prompts = MISSING  # nobody trains on prompts that were not named
     known = {*_names(RunConfig), *(f"options.{n}" for n in OPTIONS[method]), *(f"settings.{n}" for n in ADVISED)}
     layers = [_load(_shipped(method), method)]
     if recipe is not None:
@@ -50,6 +52,8 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
     config = schema
     for layer in layers:
         refuse_unknown("specdec train", _given_names(layer, known), known)
+        if OmegaConf.select(layer, "loop.precision") is False:
+            layer.loop.precision = "no"  # which YAML takes for false
         try:
             config = OmegaConf.merge(config, layer)
         except OmegaConfBaseException as error:
@@ -58,9 +62,8 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
 
 
 def recipes() -> list[str]:
-    """Return the names of the recipes that come with specdec."""
-    folder = resources.files("specdec.configs") / _FOLDER
-    return sorted(entry.name.removesuffix(".yaml") for entry in folder.iterdir() if entry.name.endswith(".yaml"))
+    """Return the names of the recipes that come with specdec, without the defaults of the methods."""
+    return completion.recipes("")
 
 
 def _built(config: DictConfig, method: str, out: Any, recipe: str | None) -> RunConfig:
@@ -112,7 +115,7 @@ def _shipped(name: str) -> Any:
 
 def _load(path: Any, method: str) -> DictConfig:
     try:
-        found = OmegaConf.create(path.read_text(encoding="utf-8"))
+        found: Any = OmegaConf.create(path.read_text(encoding="utf-8"))
     except Exception as error:  # YAML's and OmegaConf's own kinds
         raise ConfigError(f"{path} cannot be read as YAML: {_first_line(error)}") from error
     if not isinstance(found, DictConfig):

@@ -24,7 +24,8 @@ class TrainView(Report):
         self._console = messages()
         self._progress: Progress | None = None
         self._stage, self._total, self._done = "", 0, 0
-        self._begun, self._first, self._last_line = 0.0, 0, 0.0
+        self._begun: float | None = None
+        self._first, self._last_line = 0, -_SECONDS_BETWEEN_LINES
         self._interrupts = Interrupts()
         self.curve: Sequence[dict[str, Any]] = ()
         self.acceptance: Sequence[dict[str, Any]] = ()
@@ -48,7 +49,7 @@ class TrainView(Report):
         self._end_bar()
         say(f"{name}: {about}", style="", console=self._console)
         self._stage, self._total, self._done = name, total, 0
-        self._begun, self._last_line = 0.0, 0.0
+        self._begun, self._last_line = None, -_SECONDS_BETWEEN_LINES
         self._interrupts.is_patient = name == "train"
 
     def captured(self, num_prompts: int, num_tokens: int) -> None:
@@ -67,7 +68,7 @@ class TrainView(Report):
 
     def _advance(self, done: int, unit: str, figures: str) -> None:
         now = time.monotonic()
-        if not self._begun:
+        if self._begun is None:
             self._begun, self._first = now, done  # a resumed run begins somewhere: its speed is this sitting's
         self._done = done
         if self._console.is_terminal:

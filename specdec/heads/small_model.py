@@ -20,6 +20,7 @@ from specdec.heads.writing import CONFIG, WEIGHTS, cast, write_checkpoint
 from specdec.models.small_copy import build_small, own_tensors, small_config
 
 KIND = "draft_model"
+_SCALE, _LARGEST = "_scale", 127.0
 
 
 def save_small_model(
@@ -31,19 +32,19 @@ def save_small_model(
     *,
     settings: Mapping[str, Any] | None = None,
     card: str | None = None,
-    dtype: torch.dtype = torch.float16,
+    dtype: torch.dtype = torch.int8,
 ) -> Path:
     """Write a model from `small_copy` without what is its target's, and return its folder.
 
     Args:
         folder: made if missing.
-        model: the model; its own weights are stored in `dtype`.
+        model: the model.
         layers: the target's blocks that it began as.
         vocabulary: which of the target's tokens it drafts.
         target: whose draft model it is.
         settings: advised options of the drafter.
         card: the text of README.md.
-        dtype: of the stored weights.
+        dtype: of the stored weights. int8: matrices as int8 with a scale per row, the rest as float16.
 
     Raises:
         CheckpointError: see `save_head`.
@@ -61,7 +62,8 @@ def save_small_model(
         },
         "settings": dict(settings or {}),
     }
-    tensors = cast(own_tensors(model), dtype)
+    own = own_tensors(model)
+    tensors = rounded_rows(own) if dtype == torch.int8 else cast(own, dtype)
     if not vocabulary.is_whole:
         tensors[DRAFT_IDS] = vocabulary.target_ids.to(torch.int32)
     return write_checkpoint(folder, tensors, config, card)
@@ -96,10 +98,41 @@ def load_small_model(folder: Path | str, model: Any, target: HeadTarget) -> tupl
         whole_vocabulary(target.vocab_size) if ids is None else DraftVocabulary(ids.to(torch.int64), target.vocab_size)
     )
     small = build_small(small_config(model.config, about["head"]["layers"]), model)
-    _fill(small, tensors, folder)
+    _fill(small, whole_rows(tensors, folder), folder)
     if not vocabulary.is_whole:
         small.set_output_embeddings(_rows(target.output_rows(vocabulary.target_ids)))
     return small.to(target.dtype).to(target.device).eval().requires_grad_(False), vocabulary
+
+
+def rounded_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return matrices as int8 with a float32 scale per row under `<name>_scale`, and everything else as float16."""
+    small = cast({name: t for name, t in tensors.items() if t.dim() != 2}, torch.float16)
+    for name, matrix in tensors.items():
+        if matrix.dim() == 2:
+            values = cast({name: matrix}, torch.float32)[name]
+            scale = (values.abs().amax(dim=1, keepdim=True) / _LARGEST).clamp_min(1e-12)
+            small[name] = (values / scale).round().to(torch.int8)
+            small[name + _SCALE] = scale[:, 0]
+    return small
+
+
+def whole_rows(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]:
+    """Return what `rounded_rows` was made of, as far as int8 holds it; other tensors as they are.
+
+    Raises:
+        CheckpointError: a matrix has no scale, or one for other rows.
+    """
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        if name.endswith(_SCALE) and name.removesuffix(_SCALE) in tensors:
+            continue
+        if tensor.dtype == torch.int8:
+            scale = tensors.get(name + _SCALE)
+            if scale is None or tensor.dim() != 2 or scale.shape != tensor.shape[:1]:
+                raise CheckpointError(f"{folder / WEIGHTS}: {name} is int8 and {name + _SCALE} is missing or misshapen")
+            tensor = tensor.to(torch.float32) * scale[:, None]
+        whole[name] = tensor
+    return whole
 
 
 def is_small_model(folder: Path) -> bool:

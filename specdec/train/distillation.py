@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class TargetRows:
-    """The target at some rows: its distribution over the draft vocabulary, and whether its first choice is in there."""
-
-    probs: Tensor  # [T, Vd]
-    best: Tensor  # [T] int64 draft ids
-    mass_is_kept: Tensor  # [T] bool: the likeliest token of the whole vocabulary can be drafted
 
 
 class _SoftCrossEntropy(torch.autograd.Function):

@@ -66,8 +66,8 @@ class EagleStep(nn.Module):
     def forward(self, batch: Batch, steps: int | None = None) -> StepLoss:
         """Return the loss of a batch and how often each step's first choice is the next token of the text.
 
-        Row t of step j has seen tokens up to t + 1 + j and guesses token t + 2 + j. Rows count where that token is the
-        target's and the target's first choice can be drafted.
+        Row t of step j has seen tokens up to t + 1 + j and guesses token t + 2 + j. Rows count where that token can be
+        drafted; the paper's code asks this of the target's first choice, which under greedy decoding is the same.
         """
         head, config = self.head, self.training_config
         steps = steps or (config.steps_at(self.progress) if self.training else config.steps)

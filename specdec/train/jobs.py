@@ -87,12 +87,14 @@ def _go_on_from(module: nn.Module, given: Ingredients) -> None:
 
 
 def _fill_from(small: Any, begun: Any, given: Ingredients) -> None:
-    """Take the weights of the draft model `given.init`, without the embedding and the head, which are the target's."""
+    """Take the weights of the draft model `given.init`; the embedding and the head are the target's own."""
     own = own_tensors(small)
     theirs = {name: p for name, p in begun.named_parameters() if name in own}
     same_depth = begun.config.get_text_config().num_hidden_layers == small.config.get_text_config().num_hidden_layers
     if theirs.keys() != own.keys() or not same_depth:
-        raise ConfigError(f"init={given.init!r} has other blocks than layers={given.options.get('layers')}; name as many")
+        raise ConfigError(
+            f"init={given.init!r} has other blocks than layers={given.options.get('layers')}; name those it began as"
+        )
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(theirs[name])

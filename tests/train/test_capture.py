@@ -50,7 +50,9 @@ def assert_plain(example: Example) -> None:
 def test_features_are_those_of_a_plain_forward(chunk: int, tmp_path: Path) -> None:
     """For drawn, greedy and given responses; prompts shorter and longer than what is run at once."""
     given = [
-        TokenPrompt(f"{i:016x}.g", tuple(row), 1.0, tuple(ROWS[i - 1])) for i, row in enumerate(ROWS) if len(ROWS[i - 1]) > 3
+        TokenPrompt(f"{i:016x}.g", tuple(row), 1.0, tuple(ROWS[i - 1]))
+        for i, row in enumerate(ROWS)
+        if len(ROWS[i - 1]) > 3
     ]
     drawn = [replace(p, key=p.key[:-1] + "1") for p in own(1.0)]
     store = store_in(tmp_path)
@@ -89,7 +91,6 @@ def test_a_killed_capture_keeps_whole_shards_and_goes_on(tmp_path: Path) -> None
     store = store_in(tmp_path / "killed")
 
     class Killed(Exception): ...
-
 
     capturing = Capture(toy_model(), None, store, replace(CONFIG, shard_tokens=1))
     finish = capturing._finish
@@ -164,7 +165,7 @@ def test_stored_examples_come_back_as_they_were(tmp_path: Path) -> None:
 
 def test_features_of_something_else_are_refused(tmp_path: Path) -> None:
     about = store_in(tmp_path).about
-    with pytest.raises(CheckpointError, match="holds features of .*toy.*give another folder"):
+    with pytest.raises(CheckpointError, match=r"holds features of .*toy.*give another folder"):
         FeatureStore(tmp_path, replace(about, target="another"))
     with pytest.raises(CheckpointError, match="holds no features"):
         FeatureStore(tmp_path / "none")

@@ -11,6 +11,7 @@ import torch
 from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.models.build import runner_for
+from specdec.train.batches import collate
 from specdec.train.capture import Capture, CaptureConfig, TokenPrompt, about_of
 from specdec.train.jobs import METHODS, Ingredients, Job, begun_vocabulary, build_job
 from specdec.train.loop import Loop, LoopConfig
@@ -21,6 +22,7 @@ from tests.train.toy import VOCAB_SIZE, toy_model, toy_target
 
 ROWS = prompts(*(4 + i % 5 for i in range(50)), seed=2, vocab_size=VOCAB_SIZE)
 NEW_TOKENS = 12
+MEASURED = 12
 OPTIONS: dict[str, dict[str, Any]] = {
     "eagle3": {"intermediate_size": 64},
     "medusa": {"num_heads": 3},
@@ -52,35 +54,38 @@ def job_of(method: str, examples: list[Example], init: Path | None = None, size:
 
 def trained(job: Job, examples: list[Example], folder: Path, tokens: int, **changes: Any) -> list[dict[str, Any]]:
     config = LoopConfig(
-        **{"num_tokens": tokens, "batch_tokens": 100, "learning_rate": 1e-2, "precision": "no"} | changes
+        **{"num_tokens": tokens, "batch_tokens": 200, "learning_rate": 1e-2, "precision": "no"} | changes
     )
     return Loop(job.step, examples, examples, folder, config).run()
 
 
 def acceptance(drafter: Path) -> float:
     """Return tokens per target forward of the engine's own decoding, whose output is the target's."""
-    method = {"eagle": "eagle3"}.get("", None)
-    assert method is None
     llm = LLM(toy_model(), drafter=str(drafter), max_draft_tokens=3)
-    done = llm.generate(ROWS[:12], max_new_tokens=NEW_TOKENS)
+    done = llm.generate(ROWS[:MEASURED], max_new_tokens=NEW_TOKENS)
     for row, completion in zip(ROWS, done, strict=False):
         assert completion.token_ids == reference(toy_model(), row, NEW_TOKENS)
     return sum(c.stats.num_emitted_tokens for c in done) / sum(c.stats.num_steps for c in done)
 
 
-@pytest.mark.parametrize(("method", "optimizer", "tokens"), [("eagle3", "muon", 40_000), ("medusa", "adamw", 60_000)])
+@pytest.mark.parametrize(("method", "num_answers", "num_epochs"), [("eagle3", 50, 45), ("medusa", MEASURED, 110)])
 def test_training_raises_what_the_engine_accepts(
-    method: str, optimizer: str, tokens: int, examples: list[Example], tmp_path: Path
+    method: str, num_answers: int, num_epochs: int, examples: list[Example], tmp_path: Path
 ) -> None:
-    """From prompts to a drafter: a head overfits 50 answers, and its guesses are accepted where it is used."""
-    job = job_of(method, examples)
+    """From prompts to a drafter: a head overfits some answers, and its guesses are accepted where it is used."""
+    examples = examples[:num_answers]
+    job = job_of(method, examples, **({"num_layers": 2} if method == "medusa" else {}))
     before = acceptance(job.save(tmp_path / "untrained", {"tree": "chain"}, None))
-    curve = trained(job, examples, tmp_path / "run", tokens, optimizer=optimizer)
+    tokens = num_epochs * num_answers * NEW_TOKENS
+    curve = trained(
+        job, examples, tmp_path / "run", tokens, optimizer="muon" if method == "eagle3" else "adamw", learning_rate=2e-2
+    )
     after = acceptance(job.save(tmp_path / "trained", {"tree": "chain"}, None))
     assert before < 1.2 and after > 1.5, (before, after, curve[-1])
     if method == "eagle3":
         assert curve[-1]["held_out_accuracy"][0] > 0.9, curve[-1]
-    assert abs(after - curve[-1]["acceptance_length"]) < 0.6
+    if num_answers == MEASURED:  # what the curve says is what the engine does, but for rounded hidden states
+        assert curve[-1]["acceptance_length"] == pytest.approx(after, abs=0.1)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -97,8 +102,6 @@ def test_init_goes_on_from_a_saved_drafter(
     second = job_of(method, examples[30:], init=folder)
     trainable = {n: p.shape for n, p in second.step.named_parameters() if p.requires_grad}
     assert trainable == {n: p.shape for n, p in first.step.named_parameters() if p.requires_grad}
-    from specdec.train.batches import collate
-
     batch = collate(examples[:8])
     with torch.no_grad():
         ours, theirs = second.step.eval()(batch), first.step.eval()(batch)

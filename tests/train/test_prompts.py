@@ -16,7 +16,7 @@ ROWS: list[dict[str, Any]] = [
     {"id": "a_0", "conversations": [{"from": "human", "value": "What is a fée?"}, {"from": "gpt", "value": "Magic."}]},
     {"id": "b_1", "conversations": [{"from": "gpt", "value": "continued"}, {"from": "human", "value": "and then"}]},
     {"id": "c_0", "conversations": []},
-    {"id": "d_0", "conversations": [{"from": "human", "value": "Tell me \"more\" about ]}, please — été"}]},
+    {"id": "d_0", "conversations": [{"from": "human", "value": 'Tell me "more" about ]}, please — été'}]},
 ]
 
 
@@ -40,7 +40,7 @@ def test_an_array_is_streamed_and_may_be_cut_off_anywhere(
     both = [("What is a fée?", "Magic."), ('Tell me "more" about ]}, please — été', "")]
     assert found(written(tmp_path, "a.json", whole)) == both
     assert found(written(tmp_path, "a.json", b"\xef\xbb\xbf" + whole)) == both
-    in_string = whole.rindex("please".encode()) + 3
+    in_string = whole.rindex(b"please") + 3
     in_character = whole.rindex("é".encode()) + 1
     behind_a_row = whole.index(b"b_1")
     for end in (in_string, in_character, behind_a_row):

@@ -81,7 +81,7 @@ def test_another_target_is_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         table = other.get_input_embeddings().weight.clone()
     target = replace(target, embedding=lambda ids: 2 * table[ids])
-    with pytest.raises(IncompatibleDrafterError, match="was distilled for .* is another one"):
+    with pytest.raises(IncompatibleDrafterError, match=r"was distilled for .* is another one"):
         load_small_model(tmp_path, other, target)
 
 

@@ -32,7 +32,7 @@ def test_a_size_that_cannot_be_is_refused(size: object) -> None:
 
 
 def test_more_required_tokens_than_room_are_refused() -> None:
-    with pytest.raises(ConfigError, match="draft_vocab_size=1.*2 tokens"):
+    with pytest.raises(ConfigError, match=r"draft_vocab_size=1.*2 tokens"):
         choose_vocabulary(torch.ones(8), 1, always=[2, 3])
 
 
