@@ -27,10 +27,10 @@ demo: $(VENV)/.stamp-run ## install into .venv and generate with the built-in mo
 	$(VENV)/bin/specdec generate --model "$(MODEL)" --drafter "$(DRAFTER)" --prompt "$(PROMPT)"
 
 test: $(VENV)/.stamp-dev ## run the test suite (PYTEST_ARGS="-m 'not slow' -x")
-	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(VENV)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 test-lowest: $(LOWEST)/.stamp-dev ## run the test suite with the oldest supported transformers
-	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest $(PYTEST_ARGS)
+	HF_HUB_OFFLINE=1 $(LOWEST)/bin/python -m pytest -n auto --dist loadfile $(PYTEST_ARGS)
 
 interop: $(INTEROP)/.stamp-run ## load our exported heads with the packages they are for, and compare logits
 	HF_HUB_OFFLINE=1 $(INTEROP)/bin/python -m pytest tests/interop $(PYTEST_ARGS)

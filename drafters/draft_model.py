@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.drafters.autoregression import draw_chain, fit_vocabulary
+from specdec.drafters.advised_shape import advised_shape
+from specdec.drafters.autoregression import draw_chain
 from specdec.drafters.given_small_model import given_small_model
 from specdec.drafters.respelled_history import RespelledHistory
 from specdec.drafters.static_tree import refuse_trees_on_chains
@@ -79,12 +80,14 @@ class DraftModelDrafter:
         sampled: bool = False,
     ) -> None:
         self._runner, self._vocab_size, self._vocabulary = runner, vocab_size, vocabulary
+        self._draft_ids = None if vocabulary.target_ids is None else vocabulary.target_ids.to(runner.device)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in runner.model.parameters())
         self.max_position: int | None = runner.max_positions
         self._history = RespelledHistory(vocabulary.spell)
         self._shape, self._sampled = shape, sampled
         self.samples = shape is None or sampled
         self._open: dict[int, _Reservation] = {}
+        self.advised_draft_tokens: int | None = None
 
     @classmethod
     def build(
@@ -94,7 +97,7 @@ class DraftModelDrafter:
         tokenizer: Any = None,
         dtype: Any = None,
         vocabulary: str = "auto",
-        tree: Any = "chain",
+        tree: Any = None,
         sampled: bool = False,
     ) -> DraftModelDrafter:
         """Build.
@@ -109,23 +112,27 @@ class DraftModelDrafter:
                 and mapped. "auto": the first where it is so, else the second, which is logged.
             tree: "chain"; "dynamic", or a dict with depth, top_k and total_tokens, for trees that grow where the draft
                 is sure; a preset's name, numbers of children per depth, or paths: see `static_tree`. At most
-                `max_draft_tokens` nodes are drafted, so raise that number for trees.
+                `max_draft_tokens` nodes are drafted, so raise that number for trees. None = what a distilled model
+                advises, with its number of draft tokens unless another one is given; or chains.
             sampled: draw the nodes of a static tree instead of taking the likeliest.
 
         Raises:
             ConfigError: there is no model, `dtype` is given for one that is loaded already, or a value is unknown.
             IncompatibleDrafterError: its vocabulary does not fit the target's, or one of the two runs chains only.
         """
+        distilled = given_small_model(context, model)
+        tree, draft_tokens = advised_shape({} if distilled is None else distilled.settings, context, tree)
         shape = tree_option(tree, sampled)
         if shape is not None:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
-        distilled = given_small_model(context, model)
         if distilled is not None:
             _refuse_unused(tokenizer=tokenizer, dtype=dtype, vocabulary=None if vocabulary == "auto" else vocabulary)
-            small, tokens = distilled
-            runner = runner_for(small, RunnerConfig()).with_own_cache()
-            fitting: Vocabulary = SomeTokens(tokens.target_ids, context.vocab_size)
-            return cls(runner, context.vocab_size, fitting, shape, sampled)
+            runner = runner_for(distilled.model, RunnerConfig()).with_own_cache()
+            tokens = distilled.vocabulary
+            fitting: Vocabulary = SomeTokens(None if tokens.is_whole else tokens.target_ids)
+            drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
+            drafter.advised_draft_tokens = draft_tokens
+            return drafter
         if hasattr(model, "forward"):
             if dtype is not None:
                 raise ConfigError(f"drafter 'draft_model': dtype={dtype!r} has no effect on a model that is loaded")
@@ -166,7 +173,7 @@ class DraftModelDrafter:
             chains = [Segment(requests[i].request_id, ids[j : j + 1], None, _FIRST) for j, i in enumerate(rows)]
             return self._logits(chains)
 
-        return draw_chain(requests, noise, advance, self._vocab_size)
+        return draw_chain(requests, noise, advance, self._vocab_size, self._draft_ids)
 
     def _trees(self, shape: Shape, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
         drafting = [r for r in requests if r.max_draft_tokens > 0]
@@ -178,7 +185,8 @@ class DraftModelDrafter:
                 return self._catch_up(running)
             return self._logits([self._branches(*one) for one in zip(running, token_ids, parents, strict=True)])
 
-        grown = grow_shape(requests, shape, expand, self._vocab_size, noise if self._sampled else None)
+        drawn = noise if self._sampled else None
+        grown = grow_shape(requests, shape, expand, self._vocab_size, drawn, self._draft_ids)
         for request, rows in zip(requests, grown.rows, strict=True):
             if request.max_draft_tokens > 0:
                 self._open[request.request_id].rows = rows
@@ -216,7 +224,7 @@ class DraftModelDrafter:
             cache.extend(request_id, 2 * (cache.context_len(request_id) + rows))
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
-        """Run every request's unknown tokens, the root last; return logits [B, V] after the roots."""
+        """Run every request's unknown tokens, the root last; return logits [B, Vd] after the roots."""
         tails = {r.request_id: self._tail(r.request_id) for r in requests}
         while any(len(tail) > _CHUNK_TOKENS for tail in tails.values()):
             heads = {k: tail[:_CHUNK_TOKENS] for k, tail in tails.items() if len(tail) > _CHUNK_TOKENS}
@@ -229,8 +237,8 @@ class DraftModelDrafter:
         return torch.tensor(ids[self._context_len(request_id) :], dtype=torch.int64)
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
-        """Run rows; return the wanted logits in the target's vocabulary, [R, V]."""
-        return fit_vocabulary(self._vocabulary.fit(self._forward(segments)), self._vocab_size)
+        """Run rows; return the wanted logits of what can be drafted, see `Vocabulary.fit`."""
+        return self._vocabulary.fit(self._forward(segments))
 
     def _forward(self, segments: Sequence[Segment]) -> Tensor:
         """Append rows to open reservations; return the wanted logits [R, Vd]."""

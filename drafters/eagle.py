@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafters.advised_shape import advised_shape
 from specdec.drafters.autoregression import draw_chain
 from specdec.drafters.feature_rows import FeatureRows
 from specdec.drafters.given_head import given_head
@@ -61,6 +62,7 @@ class EagleDrafter:
         self.features = head.module.config.features
         self.max_position: int | None = head.module.config.max_positions
         self.samples = shape is None or sampled
+        self.advised_draft_tokens: int | None = None
         self.weight_bytes = sum(p.numel() * p.element_size() for p in head.module.parameters())
         self._texts: dict[int, FeatureRows] = {}
         # What the head said after the newest row that was run: (rows up to and including it, [1, H]).
@@ -77,7 +79,7 @@ class EagleDrafter:
             tree: "chain"; "dynamic", or a dict with depth, top_k and total_tokens, for EAGLE-2's trees, which grow
                 where the draft is sure; a preset's name, numbers of children per depth, or paths: see `static_tree`.
                 At most `max_draft_tokens` nodes are drafted, so raise that number for trees. None = what the
-                checkpoint advises, or chains.
+                checkpoint advises, with its number of draft tokens unless another one is given; or chains.
             sampled: draw the nodes of a static tree instead of taking the likeliest.
 
         Raises:
@@ -86,12 +88,14 @@ class EagleDrafter:
             IncompatibleDrafterError: the head is for another target or drafter, or the target runs chains only.
         """
         head = given_head(cls.name, context, model)
-        advised = head.settings.get("tree", "chain") if context.runner.supports_trees else "chain"
-        shape = tree_option(advised if tree is None else tree, sampled)
+        tree, draft_tokens = advised_shape(head.settings, context, tree)
+        shape = tree_option(tree, sampled)
         if shape is not None:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
         cache = KVCache(max_bytes=context.runner.cache.max_bytes)
-        return cls(head, cache, context.vocab_size, shape, sampled)
+        drafter = cls(head, cache, context.vocab_size, shape, sampled)
+        drafter.advised_draft_tokens = draft_tokens
+        return drafter
 
     # ------------------------------------------------------------------ drafting
 
@@ -212,8 +216,8 @@ class EagleDrafter:
                 positions = positions + torch.tensor(firsts).repeat_interleave(counts).to(self._device)
             furthest = max(p.kv_len + first for p, first in zip(plan.segments, firsts, strict=True))
             ids = segments[0].token_ids if len(segments) == 1 else torch.cat([s.token_ids for s in segments])
-            embedded = self._module.embed_tokens(ids.to(self._device))
-            hidden = self._module.fuse(hidden) if are_features else hidden
+            embedded = self._module.embed_tokens(ids.to(self._device)).to(self._device)
+            hidden = self._module.fuse(hidden.to(self._device)) if are_features else hidden
 
             def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
                 return self._cache.attend(plan, layer, q, k, v)

@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from specdec.errors import CheckpointError
 from specdec.heads.draft_vocabulary import DraftVocabulary
 from specdec.heads.shipped_heads import SHIPPED, no_shipped, shipped_for, shipped_names
-from specdec.heads.small_model import KIND, is_small_model, load_small_model
+from specdec.heads.small_model import KIND, advised_settings, is_small_model, load_small_model
 from specdec.heads.target import head_target
 from specdec.interfaces import DrafterContext
 
 
-def given_small_model(context: DrafterContext, model: Any) -> tuple[Any, DraftVocabulary] | None:
+class SmallModel(NamedTuple):
+    """A distilled draft model around its target's modules."""
+
+    model: Any
+    vocabulary: DraftVocabulary
+    settings: dict[str, Any]  # what it advises: tree, max_draft_tokens
+
+
+def given_small_model(context: DrafterContext, model: Any) -> SmallModel | None:
     """Return the distilled draft model that `model` names, or None if it names an ordinary one.
 
     Args:
@@ -26,22 +33,22 @@ def given_small_model(context: DrafterContext, model: Any) -> tuple[Any, DraftVo
         CheckpointError: it is damaged.
         IncompatibleDrafterError: none ships for this target, or it was distilled for another one.
     """
-    target = head_target(context.runner)
+    if model is not None and not isinstance(model, str | os.PathLike):
+        return None
     if model is None:
+        target = head_target(context.runner)
         name = shipped_for(KIND, target)
         if name is None:
             raise no_shipped(KIND, target)
         folder = SHIPPED / name
-    elif isinstance(model, str | os.PathLike):
+    else:
         folder = SHIPPED / model if model in shipped_names() else Path(model).expanduser()
         if not is_small_model(folder):
             return None
-    else:
-        return None
+        target = head_target(context.runner)
     key = (KIND, str(folder))
     if key not in context.runner.loaded:
-        if context.runner.model is None:
-            raise CheckpointError(f"the draft model in {folder} is built around its target's modules, which are absent")
-        context.runner.loaded[key] = load_small_model(folder, context.runner.model, target)
-    found: tuple[Any, DraftVocabulary] = context.runner.loaded[key]
+        small, vocabulary = load_small_model(folder, context.runner.model, target)
+        context.runner.loaded[key] = SmallModel(small, vocabulary, advised_settings(folder))
+    found: SmallModel = context.runner.loaded[key]
     return found

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from specdec.drafters.advised_shape import advised_shape
 from specdec.drafters.given_head import given_head
 from specdec.drafters.growing_trees import likeliest
 from specdec.drafters.rank_trees import FixedTree, Nodes, ProductTree
@@ -47,6 +48,7 @@ class MedusaDrafter:
         self.features: FeatureSpec = head.module.config.features
         # By request: the position of its last token, and the hidden state [H] that token was predicted from.
         self._last: dict[int, tuple[int, Tensor]] = {}
+        self.advised_draft_tokens: int | None = None
 
     @classmethod
     def build(cls, context: DrafterContext, model: Any = None, tree: Any = None) -> MedusaDrafter:
@@ -68,7 +70,10 @@ class MedusaDrafter:
                 trees were asked for and it runs chains only.
         """
         head = given_head(cls.name, context, model)
-        return cls(head, context.vocab_size, _shape(context, head, tree))
+        tree, draft_tokens = advised_shape(head.settings, context, tree, default=None)
+        drafter = cls(head, context.vocab_size, _shape(context, head, tree))
+        drafter.advised_draft_tokens = draft_tokens
+        return drafter
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
         drafting = [i for i, r in enumerate(requests) if r.max_draft_tokens > 0 and self._hidden(r) is not None]
@@ -136,11 +141,9 @@ def _trees(requests: Sequence[DraftRequest], nodes: Nodes, log_probs: Tensor, id
 
 
 def _shape(context: DrafterContext, head: LoadedHead, tree: Any) -> FixedTree | ProductTree:
-    """Return the shape that the option `tree` names for these heads on this target."""
+    """Return the shape that `tree` names for these heads on this target; None = what they reach of "medusa"."""
     assert isinstance(head.module, MedusaHeads)
     num_heads, draft_size = head.module.config.num_heads, head.vocabulary.size
-    if tree is None:
-        tree = head.settings.get("tree") if context.runner.supports_trees else "chain"
     if tree is None:
         fits = (path for path in static_tree("medusa").paths if len(path) <= num_heads and max(path) < draft_size)
         return FixedTree(StaticTree(fits))

@@ -112,6 +112,7 @@ def build_engine(
         IncompatibleDrafterError: the drafter does not fit the target.
     """
     built = build_drafter(drafter, runner, tokenizer, drafter_options)
+    config = config.for_drafter(built)
     length = build_draft_length(
         config.draft_length,
         step_times=lambda: step_times(runner),

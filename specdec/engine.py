@@ -33,6 +33,7 @@ from specdec.tree import is_chain, select
 log = logging.getLogger("specdec")
 # Below this share of accepted draft tokens, over at least so many, a request is worth a warning.
 _IDLE_SHARE, _IDLE_DRAFTS = 0.02, 64
+DEFAULT_DRAFT_TOKENS = 4
 _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
 
 
@@ -40,7 +41,7 @@ _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may se
 class EngineConfig:
     """How an engine schedules. One default per knob, here."""
 
-    max_draft_tokens: int = 4
+    max_draft_tokens: int | None = None  # what the drafter advises (its `advised_draft_tokens`), else 4
     max_batch_size: int = 64
     prefill_chunk_tokens: int = 512
     draft_length: str = "static"  # or "confidence", "cost_aware": see docs/draft_length.md
@@ -49,9 +50,18 @@ class EngineConfig:
     def __post_init__(self) -> None:
         for name, least in (("max_draft_tokens", 0), ("max_batch_size", 1), ("prefill_chunk_tokens", 1)):
             value = getattr(self, name)
+            if name == "max_draft_tokens" and value is None:
+                continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
         check_draft_length(self.draft_length, self.confidence_threshold)
+
+    def for_drafter(self, drafter: Drafter) -> EngineConfig:
+        """Return the config with `max_draft_tokens` as given, else as the drafter advises, else the default."""
+        if self.max_draft_tokens is not None:
+            return self
+        advised = getattr(drafter, "advised_draft_tokens", None)
+        return replace(self, max_draft_tokens=DEFAULT_DRAFT_TOKENS if advised is None else advised)
 
 
 @dataclass(slots=True)
@@ -78,7 +88,7 @@ class Engine:
         draft_length: DraftLength | None = None,
         trace: Trace | None = None,
     ) -> None:
-        self.target, self.verifiers, self.config = target, verifiers, config
+        self.target, self.verifiers, self.config = target, verifiers, config.for_drafter(drafter)
         self.drafting = Drafting(drafter, target, self._warn_once)
         self.draft_length: DraftLength = StaticLength() if draft_length is None else draft_length
         self.trace = trace
@@ -86,7 +96,7 @@ class Engine:
         self._scheduler = Scheduler(
             max_batch_size=config.max_batch_size,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
-            max_draft_tokens=config.max_draft_tokens,
+            max_draft_tokens=self.config.max_draft_tokens or 0,  # a number now
         )
         self._requests: dict[int, Request] = {}
         self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-torch.set_num_threads(min(2, os.cpu_count() or 1))
+# One thread each where pytest-xdist runs several workers: they share the cores.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else min(2, os.cpu_count() or 1))
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -24,7 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 import specdec
 from specdec.api import _GENERATE_OPTIONS
 from specdec.drafters.static_tree import refuse_trees_on_chains
-from specdec.engine import EngineConfig
+from specdec.engine import DEFAULT_DRAFT_TOKENS, EngineConfig
 from specdec.interfaces import DrafterContext, NoiseKey, SamplingParams, Stream
 from specdec.models.build import RunnerConfig
 from specdec.models.generation import REFUSED
@@ -156,13 +156,13 @@ def test_where_num_assistant_tokens_is_read() -> None:
 
     assert longest(assistant_model=assistant) == 2
     assistant.generation_config.num_assistant_tokens = None
-    assert longest(assistant_model=assistant) == EngineConfig().max_draft_tokens
+    assert longest(assistant_model=assistant) == DEFAULT_DRAFT_TOKENS
     assert longest(assistant_model=assistant, num_assistant_tokens=3) == 3
-    assert longest(drafter="oracle", num_assistant_tokens=3) == EngineConfig().max_draft_tokens
+    assert longest(drafter="oracle", num_assistant_tokens=3) == DEFAULT_DRAFT_TOKENS
     assert longest(drafter="oracle", max_draft_tokens=3) == 3
 
 
-@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md"])
+@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md"])
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(
         r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", (DOCS / page).read_text(encoding="utf-8")
@@ -175,7 +175,7 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor[1:] in slugs, anchor
 
 
-@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md"])
+@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md"])
 def test_named_files_and_tests_exist(page: str) -> None:
     found = re.findall(r"`((?:tests|specdec|drafters|eval)/[\w/]+\.py)((?:::\w+)*)`", (DOCS / page).read_text("utf-8"))
     assert found

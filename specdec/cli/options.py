@@ -16,7 +16,7 @@ DEFAULTS: dict[str, Any] = {
     "top_p": 1.0,
     "top_k": 0,
     "min_p": 0.0,
-    "max_draft_tokens": 4,
+    "max_draft_tokens": None,
     "draft_length": "static",
     "confidence_threshold": 0.4,
 }
@@ -69,7 +69,15 @@ Verifier = Annotated[
         rich_help_panel=_DRAFTING,
     ),
 ]
-MaxDraftTokens = Annotated[int, typer.Option(min=0, help="Most draft tokens per step.", rich_help_panel=_DRAFTING)]
+MaxDraftTokens = Annotated[
+    int | None,
+    typer.Option(
+        min=0,
+        help="Most draft tokens per step.",
+        show_default="what the drafter advises, else 4",
+        rich_help_panel=_DRAFTING,
+    ),
+]
 DraftLength = Annotated[
     str,
     typer.Option(

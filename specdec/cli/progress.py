@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 
-from rich.console import RenderableType
+from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, SpinnerColumn, Task, TextColumn
 from rich.table import Column
 from rich.text import Text
@@ -47,6 +47,11 @@ class LogView(logging.Handler):
         log.removeHandler(self)
         level, log.propagate = self._before
         log.setLevel(level)
+
+    @property
+    def console(self) -> Console:
+        """Where a bar of somebody else's goes, so that the log is written above it."""
+        return self._console
 
     def emit(self, record: logging.LogRecord) -> None:
         steps: tuple[int, int] | None = getattr(record, "progress", None)

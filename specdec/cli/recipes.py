@@ -141,10 +141,10 @@ def _pairs(overrides: Sequence[str], given: dict[str, Any]) -> DictConfig:
 def _names(kind: Any, before: str = "") -> Iterator[str]:
     """Yield the dotted names of a dataclass's settings."""
     for f in fields(kind):
-        inner = f.default_factory if callable(f.default_factory) else None
+        inner: Any = f.default_factory
         if f.name in _FREE:
             continue
-        if inner is not None and is_dataclass(inner):
+        if is_dataclass(inner):
             yield from _names(inner, f"{before}{f.name}.")
         else:
             yield f"{before}{f.name}"

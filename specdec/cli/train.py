@@ -71,7 +71,7 @@ def train_command(
 
     The same command goes on where a stopped or killed run was.
     """
-    with ending_with_a_status(), LogView():
+    with ending_with_a_status(), LogView() as log:
         quiet_transformers()
         from specdec.cli.recipes import compose
         from specdec.cli.train_view import TrainView
@@ -81,7 +81,7 @@ def train_command(
         if prompts is not None:
             given["data.prompts"] = prompts
         config = compose(method, given, recipe, overrides or [])
-        with TrainView() as view:
+        with TrainView(log.console) as view:
             folder = run(config, view)
         if view.has_finished:
             _show(config, folder, view, as_json)

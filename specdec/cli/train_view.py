@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, Task, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.text import Text
 
@@ -20,8 +21,8 @@ _SECONDS_BETWEEN_LINES = 30.0
 class TrainView(Report):
     """Shows a run, and lets Ctrl-C end it where a checkpoint can be written; a second one ends it at once."""
 
-    def __init__(self) -> None:
-        self._console = messages()
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or messages()
         self._progress: Progress | None = None
         self._stage, self._total, self._done = "", 0, 0
         self._begun: float | None = None

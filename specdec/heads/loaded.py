@@ -22,7 +22,7 @@ class LoadedHead:
     vocabulary: DraftVocabulary
     source: str  # folder or hub id, for messages
     layout: str  # the name of the file layout it was read from, see docs/checkpoints.md
-    settings: dict[str, Any] = field(default_factory=dict)  # what the checkpoint advises: tree, num_draft_tokens, ...
+    settings: dict[str, Any] = field(default_factory=dict)  # what the checkpoint advises: tree, max_draft_tokens
 
 
 def share_with_target(module: EagleHead | MedusaHeads, vocabulary: DraftVocabulary, target: HeadTarget) -> None:
@@ -35,7 +35,8 @@ def share_with_target(module: EagleHead | MedusaHeads, vocabulary: DraftVocabula
         module.embed_tokens = _Borrowed(target.embedding)
     needs_rows = module.shares_lm_head if isinstance(module, EagleHead) else not module.config.own_heads
     if needs_rows:
-        module.lm_head = _Rows(target.output_rows(vocabulary.target_ids))
+        # A target spread over devices has its lm_head elsewhere than the head.
+        module.lm_head = _Rows(target.output_rows(vocabulary.target_ids).to(target.device))
 
 
 class _Rows:

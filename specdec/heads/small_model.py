@@ -99,9 +99,11 @@ def load_small_model(folder: Path | str, model: Any, target: HeadTarget) -> tupl
     )
     small = build_small(small_config(model.config, about["head"]["layers"]), model)
     _fill(small, whole_rows(tensors, folder), folder)
+    own = [p for p in small.parameters() if p.requires_grad]
     if not vocabulary.is_whole:
         small.set_output_embeddings(_rows(target.output_rows(vocabulary.target_ids)))
-    return small.to(target.dtype).to(target.device).eval().requires_grad_(False), vocabulary
+    _place(small, own, target)
+    return small.eval().requires_grad_(False), vocabulary
 
 
 def rounded_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -144,6 +146,11 @@ def is_small_model(folder: Path) -> bool:
         return False
 
 
+def advised_settings(folder: Path) -> dict[str, Any]:
+    """Return the options of the drafter that the model in a folder advises."""
+    return dict(_about(folder).get("settings") or {})
+
+
 def _about(folder: Path) -> dict[str, Any]:
     try:
         about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
@@ -169,6 +176,14 @@ def _fill(small: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:
     with torch.no_grad():
         for name, tensor in own.items():
             tensor.copy_(tensors[name])
+
+
+def _place(small: Any, own: list[nn.Parameter], target: HeadTarget) -> None:
+    """Put what is not borrowed where the target is. Buffers keep their dtype: rotary tables are never rounded."""
+    borrowed = {id(b) for m in (small.get_input_embeddings(), small.get_output_embeddings()) for b in m.buffers()}
+    for tensor in [*own, *(b for b in small.buffers() if id(b) not in borrowed)]:
+        is_own = isinstance(tensor, nn.Parameter)
+        tensor.data = tensor.data.to(device=target.device, dtype=target.dtype if is_own else tensor.dtype)
 
 
 def _rows(weight: Tensor) -> nn.Linear:

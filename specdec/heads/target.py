@@ -38,7 +38,7 @@ class HeadTarget:
         if self.output_weight is None:
             raise IncompatibleDrafterError(
                 f"this head ends in the target's lm_head, and that of {self.name} is not a plain Linear without bias "
-                "(quantised or wrapped); use a head with an lm_head of its own"
+                "(quantised, wrapped or offloaded); use a head with an lm_head of its own"
             )
         if torch.equal(target_ids.cpu(), torch.arange(self.output_weight.shape[0])):
             return self.output_weight
@@ -66,8 +66,8 @@ def head_target(runner: ModelRunner) -> HeadTarget:
     output = model.get_output_embeddings()
     plain = isinstance(getattr(output, "weight", None), Tensor) and getattr(output, "bias", None) is None
     weight = output.weight.detach() if plain and output.weight.dtype.is_floating_point else None
-    if weight is not None and weight.shape != (runner.vocab_size, config.hidden_size):
-        weight = None
+    if weight is not None and (weight.is_meta or weight.shape != (runner.vocab_size, config.hidden_size)):
+        weight = None  # offloaded, or of another layout
     return HeadTarget(
         name=getattr(runner.config, "_name_or_path", "") or type(model).__name__,
         hidden_size=config.hidden_size,

@@ -52,7 +52,8 @@ class RotaryTable:
         table = self._table
         if table is None or table[0].shape[0] <= last or table[0].dtype != dtype or table[0].device != positions.device:
             count = max(1024, 2 * (last + 1))
-            with torch.no_grad():
+            # Never an inference tensor: a head that has drafted may be trained on.
+            with torch.inference_mode(False), torch.no_grad():
                 rotary = self._rotary.to(positions.device)
                 where = torch.arange(count, device=positions.device)[None]
                 cos, sin = rotary(torch.empty(1, dtype=dtype, device=positions.device), where)

@@ -81,4 +81,4 @@ class Taps:
         if spec.final_norm:
             parts.append(self._seen[-1])
         self._seen.clear()
-        return torch.cat(parts, dim=-1)
+        return torch.cat([part.to(parts[-1].device) for part in parts], dim=-1)  # blocks may lie on several devices

@@ -22,6 +22,8 @@ _LEAST_SHARE = 0.25
 class SameVocabulary:
     """Equal ids mean equal tokens; heads may be padded to different sizes."""
 
+    target_ids: Tensor | None = None  # what the columns of `fit` stand for; None = the target's ids in order
+
     def __init__(self, draft_size: int, num_ids: int | None = None) -> None:
         """`num_ids`: ids from there on are padding, nobody's tokens; None = unknown."""
         self._draft_size, self._num_ids = draft_size, num_ids
@@ -52,12 +54,12 @@ class SharedTokens:
 
     def __init__(self, draft: TokenTexts, target: TokenTexts, target_size: int) -> None:
         pairs = _pairs(draft, target)
-        self._draft, self._target, self._target_size = draft, target, target_size
+        self._draft, self._target = draft, target
         self._draft_ids = torch.tensor(sorted(pairs), dtype=torch.int64)
-        self._target_ids = torch.tensor([pairs[i] for i in sorted(pairs)], dtype=torch.int64)
+        self.target_ids = torch.tensor([pairs[i] for i in sorted(pairs)], dtype=torch.int64)
         self._filler = next((i for i in map(draft.role, ("unk", "eos")) if i is not None), 0)
         self._to_draft = torch.full((target_size,), self._filler, dtype=torch.int64)
-        self._to_draft[self._target_ids] = self._draft_ids
+        self._to_draft[self.target_ids] = self._draft_ids
         self._spelled: list[list[int] | None] = [None] * target_size
         for draft_id, target_id in pairs.items():
             self._spelled[target_id] = [draft_id]
@@ -76,12 +78,10 @@ class SharedTokens:
         return len(self) >= _LEAST_SHARE * max(1, min(len(self._draft), len(self._target)))
 
     def fit(self, logits: Tensor) -> Tensor:
-        """Return draft logits [n, Vd] in the target's vocabulary, [n, V]: -inf for what is not shared."""
+        """Return the columns of draft logits [n, Vd] that are shared tokens; column j is `target_ids[j]`."""
         if self._draft_ids.device != logits.device:
-            self._draft_ids, self._target_ids = self._draft_ids.to(logits.device), self._target_ids.to(logits.device)
-        fitted = logits.new_full((logits.shape[0], self._target_size), float("-inf"))
-        fitted[:, self._target_ids] = logits[:, self._draft_ids]
-        return fitted
+            self._draft_ids = self._draft_ids.to(logits.device)
+        return logits[:, self._draft_ids]
 
     def to_draft(self, token_ids: Tensor) -> Tensor:
         """Return the draft model's id for each drafted token [n] int64."""
@@ -106,20 +106,15 @@ class SomeTokens:
     """The target's own ids, with an output head that has rows for some of them only.
 
     Args:
-        target_ids: [Vd] int64 that the head's columns stand for.
-        target_size: ids of the target's head.
+        target_ids: [Vd] int64 that the head's columns stand for; None = all of the target's, in order.
     """
 
-    def __init__(self, target_ids: Tensor, target_size: int) -> None:
-        self._target_ids, self._target_size = target_ids, target_size
+    def __init__(self, target_ids: Tensor | None) -> None:
+        self.target_ids = target_ids
 
     def fit(self, logits: Tensor) -> Tensor:
-        """Return draft logits [n, Vd] in the target's vocabulary, [n, V]: -inf for what has no row."""
-        if self._target_ids.device != logits.device:
-            self._target_ids = self._target_ids.to(logits.device)
-        fitted = logits.new_full((logits.shape[0], self._target_size), float("-inf"))
-        fitted[:, self._target_ids] = logits
-        return fitted
+        """Return the draft logits [n, Vd]; column j is `target_ids[j]`."""
+        return logits
 
     def to_draft(self, token_ids: Tensor) -> Tensor:
         """Return the draft model's id for each drafted token [n] int64: the same."""

@@ -70,6 +70,7 @@ def _training(facts: CardFacts) -> str:
     epochs = seen / max(facts.num_tokens, 1)
     revision = f"{of['git_sha']}{' with local changes' if of['git_dirty'] else ''}" if of["git_sha"] else "no checkout"
     data = facts.config["data"]
+    whose = "the target's" if data["max_given"] == 0 else "the target's, and some of the source's that it read"
     return "\n".join(
         [
             "## How it was trained",
@@ -78,7 +79,7 @@ def _training(facts: CardFacts) -> str:
             "|---|---|",
             f"| command | `{shlex.join(['specdec', *of['argv'][1:]])}` |",
             f"| prompts | {data['prompts']} |",
-            f"| examples | {facts.num_examples:,} responses of the target with {facts.num_tokens:,} tokens; "
+            f"| examples | {facts.num_examples:,} responses with {facts.num_tokens:,} tokens, {whose}; "
             f"{facts.num_held_out:,} more held out by prompt |",
             f"| seen | {seen:,} response tokens ({epochs:.2f} times each), {last.get('num_batches', 0):,} batches |",
             f"| time | {seconds / 60:.1f} minutes of training, without answering the prompts |",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,13 +105,34 @@ def _same_vocabulary(vocabulary: DraftVocabulary, given: Ingredients) -> None:
         raise ConfigError(f"init={given.init!r} drafts other tokens; train with its draft vocabulary")
 
 
-# Which options each method has.
-OPTIONS: dict[str, frozenset[str]] = {
-    "eagle3": frozenset({*EagleTraining.__slots__, "intermediate_size", "num_layers"}),
-    "medusa": frozenset({"num_heads", "num_layers", "head_decay"}),
-    "draft_model": frozenset({"layers", "num_draft_tokens"}),
-}
+# Which options each method has, and of which type; counts are at least 1.
+OPTIONS: dict[str, dict[str, type]] = {
+    "eagle3": {
+        "steps": int, "step_decay": float, "first_steps": int, "first_share": float,
+        "intermediate_size": int, "num_layers": int,
+    },
+    "medusa": {"num_heads": int, "num_layers": int, "head_decay": float},
+    "draft_model": {"layers": list, "num_draft_tokens": int},
+}  # fmt: skip
 METHODS = tuple(OPTIONS)
+_ALLOWED = {int: "an integer >= 1", float: "a number >= 0", list: "a list of the target's blocks, such as [0, 1, 29]"}
+
+
+def check_options(method: str, options: Mapping[str, Any]) -> None:
+    """Refuse what no job of this method can be built with; what depends on the target shows later.
+
+    Raises:
+        ConfigError: an option is unknown, of the wrong type or out of range.
+    """
+    known = OPTIONS[method]
+    refuse_unknown(f"specdec train {method}: options", options, known)
+    for name, value in options.items():
+        kind = known[name]
+        fits = isinstance(value, int | float if kind is float else kind) and not isinstance(value, bool)
+        if not fits or (kind is not list and value < (1 if kind is int else 0)):
+            raise ConfigError(f"options.{name}={value!r}; allowed: {_ALLOWED[kind]}")
+    if method == "eagle3":
+        EagleTraining(**{k: v for k, v in options.items() if k in EagleTraining.__slots__})
 
 
 def _eagle3(given: Ingredients) -> Job:

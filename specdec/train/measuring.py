@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec.api import LLM, Completion
+from specdec.drafters.advised_shape import TREE_TOKENS
 from specdec.errors import ConfigError
 from specdec.repetition import first_repeat
 from specdec.stats import total
@@ -102,7 +103,7 @@ def _ways(
     yield f"{method}, chain of {length}", chain
     tree = _advised(settings)
     if tree:
-        length = int(settings.get("max_draft_tokens", 16))
+        length = int(settings.get("max_draft_tokens", TREE_TOKENS))
         options = {**options, "tree": tree}
         drafter = LLM(model, tokenizer=tokenizer, drafter=method, drafter_options=options, max_draft_tokens=length)
         yield f"{method}, tree {tree} of at most {length}", drafter

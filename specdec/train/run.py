@@ -6,7 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +21,7 @@ from specdec.registry import refuse_unknown
 from specdec.train.capture import Capture, CaptureConfig, TokenPrompt, about_of
 from specdec.train.data import DataConfig, is_held_out, token_prompts
 from specdec.train.ending import Trained, end
-from specdec.train.jobs import METHODS, OPTIONS, Ingredients, Job, begun_vocabulary, build_job
+from specdec.train.jobs import METHODS, Ingredients, Job, begun_vocabulary, build_job, check_options
 from specdec.train.loop import CHECKPOINTS, LATEST, Loop, LoopConfig
 from specdec.train.measuring import MeasureConfig
 from specdec.train.processes import load_device, processes, share_of
@@ -59,8 +59,11 @@ class RunConfig:
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r}; allowed: {', '.join(METHODS)}")
-        refuse_unknown(f"specdec train {self.method}: options", self.options, OPTIONS[self.method])
+        check_options(self.method, self.options)
         refuse_unknown(f"specdec train {self.method}: settings", self.settings, ADVISED)
+        most = self.settings.get("max_draft_tokens", 1)
+        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
+            raise ConfigError(f"settings.max_draft_tokens={most!r}; allowed: an integer >= 1")
 
     @property
     def features_folder(self) -> Path:
@@ -93,7 +96,7 @@ def run(config: RunConfig, report: Report | None = None) -> Path:
     next(read_prompts(config.data.prompts), None)  # a source that cannot be read is refused before a model is loaded
     _keep_to(config)
     model, tokenizer = load_model(config.target, device=load_device())
-    target = head_target(runner_for(model))
+    target = replace(head_target(runner_for(model)), name=config.target)  # not the folder it was converted into
     data = capture_features(config, tokenizer, about_of(runner_for(model), config.target), report)
     if config.init is None:
         size = None if config.draft_vocab_size is None else min(config.draft_vocab_size, target.vocab_size)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,6 +18,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from hydra import compose as hydra_compose
+from hydra import initialize_config_module
 from rich.console import Console
 
 from specdec import LLM
@@ -112,6 +115,9 @@ class TestRefused:
         assert "'options.num_heads'" in said("options.num_heads=3")
         assert "'settings.treee'; did you mean 'settings.tree'?" in said("settings.treee=chain")
         assert "loop.num_tokens='many'" in said("loop.num_tokens=many")
+        assert "options.steps='two'; allowed: an integer >= 1" in said("options.steps=two")
+        assert "first_steps=3; allowed: 1 to steps=2" in said("options.first_steps=3")
+        assert "settings.max_draft_tokens=0" in said("settings.max_draft_tokens=0")
         assert "data.held_out_share=2.0; allowed: 0 to 1" in said("data.held_out_share=2")
         assert "capture.temperatures=[]" in said("capture.temperatures=[]")
         assert "is not key=value" in said("loop.num_tokens")
@@ -246,7 +252,7 @@ class TestRecipes:
         assert isinstance(config, RunConfig)
         assert config.method == method
         assert str(config.out) == f"outputs/train/{name}"
-        assert (config.target, config.data.prompts, config.draft_vocab_size) == ("smollm2", "sharegpt", 8192)
+        assert (config.target, config.data.prompts) == ("smollm2", "sharegpt")
 
     @pytest.mark.parametrize("method", METHODS)
     def test_defaults(self, method: str) -> None:
@@ -287,13 +293,43 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "train_a_drafter.md"
 
 
 @pytest.mark.skipif(not PAGE.is_file(), reason="not a checkout")
-def test_the_page_has_every_setting() -> None:
-    rows = re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", PAGE.read_text(), re.MULTILINE)
-    told = {name: default.strip().strip("`") for name, default in rows}
-    expected = {name: str(list(d) if isinstance(d, tuple) else d) for name, d in settings(RunConfig).items()}
-    own = {f"options.{name}" for options in OPTIONS.values() for name in options} | {f"settings.{n}" for n in ADVISED}
-    assert told.keys() == expected.keys() | own
-    assert {name: told[name] for name in expected} == expected
+class TestPage:
+    """What docs/train_a_drafter.md says, compared with the code."""
+
+    def test_every_setting(self) -> None:
+        table = PAGE.read_text().split("<!-- settings -->")[1].lstrip().partition("\n\n")[0]
+        rows = re.findall(r"^\| `([a-z_.]+)` \| ([^|]*) \|", table, re.MULTILINE)
+        told = {name: default.strip().strip("`") for name, default in rows}
+        expected = {name: str(list(d) if isinstance(d, tuple) else d) for name, d in settings(RunConfig).items()}
+        own = {f"options.{name}" for options in OPTIONS.values() for name in options}
+        assert told.keys() == expected.keys() | own | {f"settings.{name}" for name in ADVISED}
+        assert {name: told[name] for name in expected} == expected
+
+    def commands(self, first: str) -> list[list[str]]:
+        blocks = re.findall(r"^```bash\n(.*?)^```$", PAGE.read_text(), flags=re.DOTALL | re.MULTILINE)
+        lines = [line.partition("  #")[0].partition(first) for block in blocks for line in block.splitlines()]
+        return [shlex.split(rest) for _, found, rest in lines if found]
+
+    def test_commands_train(self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+        asked: list[RunConfig] = []
+        monkeypatch.setattr("specdec.train.run.run", lambda config, view: asked.append(config))
+        found = self.commands("specdec train ")
+        for words in found:
+            assert run("train", *words).exit_code == 0
+        assert len(asked) == len(found) == 3
+        assert (asked[0].method, asked[0].data.prompts, str(asked[0].out)) == (
+            "eagle3",
+            "my_prompts.jsonl",
+            "runs/llama-1b",
+        )
+
+    def test_commands_measure(self) -> None:
+        found = self.commands("python -m specdec.eval.")
+        assert [words[0] for words in found] == ["acceptance", "speedup"]
+        for name, *words in found:
+            with initialize_config_module("specdec.configs", version_base=None):
+                config = hydra_compose(name, overrides=words)
+            assert config.drafter.options.model == "runs/llama-1b/drafter"
 
 
 def test_completion() -> None:
