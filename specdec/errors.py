@@ -24,7 +24,7 @@ class UnsupportedModelError(SpecdecError):
 
 
 class CheckpointError(SpecdecError):
-    """A drafter's checkpoint, or a file of a training run, cannot be read or written; or it is not what it should be."""
+    """A drafter's checkpoint or a file of a training run cannot be read or written, or is not what it should be."""
 
 
 class IncompatibleDrafterError(SpecdecError):

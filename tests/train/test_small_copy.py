@@ -22,14 +22,17 @@ SOME = [1, 4, 9, 30]
 BOTH = pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 
 
-def saved(folder: Path, tied: bool = False, drafted: list[int] | None = None) -> tuple[Any, Any]:
+def saved(
+    folder: Path, tied: bool = False, drafted: list[int] | None = None, dtype: torch.dtype = torch.int8
+) -> tuple[Any, Any]:
     """Save a copy whose own weights were changed; return it and the target's model."""
     model = toy_model(tied=tied)
     small = small_copy(model, LAYERS)
     torch.manual_seed(2)
     for tensor in own_tensors(small).values():
         tensor += 0.05 * torch.randn_like(tensor)
-    save_small_model(folder, small, LAYERS, vocabulary_of(drafted), toy_target(model), settings={"tree": "chain"})
+    vocabulary = vocabulary_of(drafted)
+    save_small_model(folder, small, LAYERS, vocabulary, toy_target(model), settings={"tree": "chain"}, dtype=dtype)
     return small, model
 
 
@@ -51,7 +54,7 @@ def test_what_is_loaded_is_what_was_saved_and_the_target_is_untouched(
     tied: bool, drafted: list[int] | None, tmp_path: Path
 ) -> None:
     before = {k: v.clone() for k, v in toy_model(tied=tied).state_dict().items()}
-    small, model = saved(tmp_path / "drafter", tied, drafted)
+    small, model = saved(tmp_path / "drafter", tied, drafted, torch.float16)
     loaded, vocabulary = load_small_model(tmp_path / "drafter", model, toy_target(model))
     assert vocabulary.target_ids.tolist() == (drafted or list(range(VOCAB_SIZE)))
     theirs = dict(loaded.named_parameters())
@@ -71,6 +74,20 @@ def test_what_is_loaded_is_what_was_saved_and_the_target_is_untouched(
     assert sum(t.numel() for t in stored.values()) == sum(t.numel() for t in own_tensors(small).values()) + len(
         drafted or []
     )
+
+
+def test_matrices_in_int8_are_right_to_half_a_step_of_their_row(tmp_path: Path) -> None:
+    small, model = saved(tmp_path / "drafter")
+    theirs = dict(load_small_model(tmp_path / "drafter", model, toy_target(model))[0].named_parameters())
+    for name, tensor in own_tensors(small).items():
+        step = tensor.abs().amax(dim=-1, keepdim=True) / 127 if tensor.dim() == 2 else 2e-3 * tensor.abs().amax()
+        assert bool(((theirs[name] - tensor).abs() <= 0.51 * step).all()), name
+    stored = load_file(tmp_path / "drafter" / "model.safetensors")
+    assert {t.dtype for t in stored.values() if t.dim() == 2} == {torch.int8}
+    scale = next(name for name in stored if name.endswith("_scale"))
+    save_file({name: t for name, t in stored.items() if name != scale}, tmp_path / "drafter" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=f"{scale} is missing"):
+        load_small_model(tmp_path / "drafter", model, toy_target(model))
 
 
 def test_another_target_is_refused(tmp_path: Path) -> None:
