@@ -22,7 +22,7 @@ import specdec
 from specdec.models.build import runner_for
 from specdec.registry import DRAFTERS
 from tests.decoding import one, padded, prompts, reference
-from tests.heads.tiny_heads import tiny_medusa
+from tests.heads.tiny_heads import tiny_eagle, tiny_medusa
 from tests.models.architectures import build, model_of, named
 from tests.tiny_chat_model import save_tiny_chat_model
 
@@ -44,6 +44,12 @@ OPTIONS: dict[str, list[dict[str, Any]]] = {
     "scripted": [{"accept_counts": [2, 0, 3]}],
     "early_exit": [{"num_layers": 1}],
     "medusa": [{"tree": "chain"}, {"tree": [3, 2]}],
+    "eagle3": [{"tree": "chain"}, {"tree": [3, 2]}],
+}
+HEADS: dict[str, Any] = {
+    "medusa": tiny_medusa,
+    "eagle3": tiny_eagle,
+    "eagle": lambda runner: tiny_eagle(runner, generation=1),
 }
 MODELS = {"self_int8": torch.float32, "early_exit": torch.float32}
 
@@ -115,8 +121,8 @@ def target(drafter: str) -> Any:
 def ours(model: Any, prompt: list[int], drafter: str, options: dict[str, Any], **more: Any) -> list[int]:
     if drafter == "draft_model":
         options = {"model": model_of(named("qwen2"))}
-    if drafter == "medusa":
-        options = {"model": tiny_medusa(runner_for(model)), **options}
+    if drafter in HEADS:
+        options = {"model": HEADS[drafter](runner_for(model)), **options}
     out = specdec.generate(
         model,
         one(prompt),

@@ -41,10 +41,11 @@ def shipped_for(kind: str, target: HeadTarget) -> str | None:
 def no_shipped(kind: str, target: HeadTarget) -> IncompatibleDrafterError:
     """Return the error for a target that no shipped head of this kind is for."""
     of_kind = [n for n in shipped_names() if kind_of_config(_config(SHIPPED / n / "config.json")) == kind]
+    trained = "eagle3" if kind == "eagle" else kind  # there is no training of EAGLE-1 heads
     return IncompatibleDrafterError(
         f"no {kind} head ships for {target.name} (hidden size {target.hidden_size}, {target.vocab_size} tokens; of "
         f"this kind ship: {', '.join(of_kind) or 'none'}). Give one, drafter_options={{'model': a folder or hub id}}, "
-        f"or train one for your model, specdec train {kind} --target ..., or use the drafter 'self_int8', 'suffix' or "
+        f"or train one for your model, specdec train {trained} --target ..., or use the drafter 'self_int8', 'suffix' or "
         "'ngram', which need no training"
     )
 

@@ -293,7 +293,6 @@ def test_an_unknown_option_is_refused(name: str) -> None:
         ("scripted", {"accept_counts": []}, "at least one number"),
         ("scripted", {"accept_counts": [1, -1]}, "accept_counts"),
         ("random", {"branching": [0]}, "branching"),
-        ("draft_model", {}, "needs model="),
     ],
 )
 def test_values_out_of_range_are_refused(name: str, options: dict[str, Any], complaint: str) -> None:

@@ -127,7 +127,7 @@ def test_rank_trees_hold_the_likeliest_paths(heads: list[list[float]]) -> None:
         ({"step_time": [1.0, 1.0]}, "2 entries, 5 are needed"),
         ({"step_time": lambda n: 0.0}, "above 0"),
     ],
-    ids=str,
+    ids=lambda value: "".join(value) if isinstance(value, dict) else value,
 )
 def test_what_is_no_measurement_is_refused(change: dict[str, Any], complaint: str) -> None:
     good: dict[str, Any] = {

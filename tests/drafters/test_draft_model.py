@@ -114,7 +114,6 @@ def test_what_carries_draft_probs() -> None:
     ("options", "complaint"),
     [
         ({"tree": "chian"}, r"tree='chian'; allowed: 'chain', 'dynamic', a name \(eagle"),
-        ({"tree": None}, r"tree=None; allowed: 'chain'"),
         ({"tree": {"width": 3}}, r"tree has 'width'; allowed in a dynamic tree: depth, top_k, total_tokens"),
         ({"tree": {"depth": 0}}, r"depth=0; allowed: an integer from 1"),
         ({"tree": [2], "sampled": 1}, r"sampled=1; allowed: True or False"),

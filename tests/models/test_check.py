@@ -206,9 +206,11 @@ class TestReport:
         llama, mixtral = (check(config_of(named(name))).drafters for name in ("llama", "mixtral"))
         assert {"none", "ngram", "draft_model", "self_int8"} <= set(llama)
         assert not {"oracle", "adversary", "scripted", "random"} & set(llama)
-        assert set(llama.values()) == {None}
+        trained = {"eagle", "eagle3", "medusa"}  # none ships for a tiny random model
+        assert all("head ships" in str(llama[name]) for name in trained)
+        assert {reason for name, reason in llama.items() if name not in trained} == {None}
         assert "Linear layers" in str(mixtral["self_int8"])
-        assert all(reason is None for name, reason in mixtral.items() if name != "self_int8")
+        assert all(reason is None for name, reason in mixtral.items() if name not in {"self_int8", *trained})
 
     def test_from_weights_on_disk(self, tmp_path: Path) -> None:
         model = build(named("gptj"), torch.bfloat16)
@@ -323,7 +325,9 @@ class TestErrors:
         assert check("someone/some-model").verdict == "trees"
         assert asked == ["someone/some-model"]
 
-    @pytest.mark.parametrize("model", [None, 3, torch.nn.Linear(2, 2), object()], ids=repr)
+    @pytest.mark.parametrize(
+        "model", [None, 3, torch.nn.Linear(2, 2), object()], ids=lambda model: type(model).__name__
+    )
     def test_no_model(self, model: Any) -> None:
         with pytest.raises(ModelLoadError, match="cannot be checked; give a built-in name"):
             check(model)
