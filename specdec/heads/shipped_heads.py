@@ -45,8 +45,8 @@ def no_shipped(kind: str, target: HeadTarget) -> IncompatibleDrafterError:
     return IncompatibleDrafterError(
         f"no {kind} head ships for {target.name} (hidden size {target.hidden_size}, {target.vocab_size} tokens; of "
         f"this kind ship: {', '.join(of_kind) or 'none'}). Give one, drafter_options={{'model': a folder or hub id}}, "
-        f"or train one for your model, specdec train {trained} --target ..., or use the drafter 'self_int8', 'suffix' or "
-        "'ngram', which need no training"
+        f"or train one for your model, specdec train {trained} --target ..., or use the drafter 'self_int8', 'suffix' "
+        "or 'ngram', which need no training"
     )
 
 
