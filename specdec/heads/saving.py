@@ -48,11 +48,29 @@ def save_head(
             changed there.
     """
     kind = "eagle" if isinstance(module, EagleHead) else "medusa"
-    config = {
+    config = described(kind, asdict(module.config), target, settings)
+    tensors = cast(own_tensors(module), dtype)
+    if not vocabulary.is_whole:
+        tensors[DRAFT_IDS] = vocabulary.target_ids.to(torch.int32)
+    return write_checkpoint(folder, tensors, config, card or _short_card(kind, target))
+
+
+def described(
+    kind: str, head: Mapping[str, Any], target: HeadTarget, settings: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Return the config.json of a drafter in this layout.
+
+    Args:
+        kind: of drafter.
+        head: what its module is built from.
+        target: whose drafter it is.
+        settings: advised options.
+    """
+    return {
         "format": FORMAT,
         "format_version": FORMAT_VERSION,
         "kind": kind,
-        "head": asdict(module.config),
+        "head": dict(head),
         "target": {
             "name": target.name,
             "hidden_size": target.hidden_size,
@@ -61,10 +79,6 @@ def save_head(
         },
         "settings": dict(settings or {}),
     }
-    tensors = cast(own_tensors(module), dtype)
-    if not vocabulary.is_whole:
-        tensors[DRAFT_IDS] = vocabulary.target_ids.to(torch.int32)
-    return write_checkpoint(folder, tensors, config, card or _short_card(kind, target))
 
 
 def own_tensors(module: EagleHead | MedusaHeads) -> dict[str, Tensor]:

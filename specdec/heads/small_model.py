@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from specdec.errors import CheckpointError, IncompatibleDrafterError
 from specdec.heads.draft_vocabulary import DraftVocabulary, whole_vocabulary
-from specdec.heads.saving import DRAFT_IDS, FORMAT, FORMAT_VERSION
+from specdec.heads.saving import DRAFT_IDS, FORMAT, described
 from specdec.heads.target import HeadTarget
 from specdec.heads.writing import CONFIG, WEIGHTS, cast, write_checkpoint
 from specdec.models.small_copy import build_small, own_tensors, small_config
@@ -49,19 +49,7 @@ def save_small_model(
     Raises:
         CheckpointError: see `save_head`.
     """
-    config = {
-        "format": FORMAT,
-        "format_version": FORMAT_VERSION,
-        "kind": KIND,
-        "head": {"layers": list(layers)},
-        "target": {
-            "name": target.name,
-            "hidden_size": target.hidden_size,
-            "vocab_size": target.vocab_size,
-            "probe": target.probe(),
-        },
-        "settings": dict(settings or {}),
-    }
+    config = described(KIND, {"layers": list(layers)}, target, settings)
     own = own_tensors(model)
     tensors = rounded_rows(own) if dtype == torch.int8 else cast(own, dtype)
     if not vocabulary.is_whole:
