@@ -127,7 +127,7 @@ class DraftModelDrafter:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
         if distilled is not None:
             _refuse_unused(tokenizer=tokenizer, dtype=dtype, vocabulary=None if vocabulary == "auto" else vocabulary)
-            runner = runner_for(distilled.model, RunnerConfig()).with_own_cache()
+            runner = _own_runner(distilled.model, context)
             tokens = distilled.vocabulary
             fitting: Vocabulary = SomeTokens(None if tokens.is_whole else tokens.target_ids)
             drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
@@ -141,7 +141,7 @@ class DraftModelDrafter:
         else:
             model, loaded = context.load_model(model, dtype=context.runner.dtype if dtype is None else dtype)
             tokenizer = tokenizer or loaded
-        runner = runner_for(model, RunnerConfig()).with_own_cache()
+        runner = _own_runner(model, context)
         if shape is not None and not runner.supports_trees:
             raise IncompatibleDrafterError(
                 "drafter 'draft_model' was asked for trees, but this draft model's attention runs chains only; leave "
@@ -208,20 +208,13 @@ class DraftModelDrafter:
     def _reserve(self, requests: Sequence[DraftRequest], num_rows: Sequence[int]) -> None:
         """Open reservations for the pending tokens and that many rows behind them."""
         for r, more in zip(requests, num_rows, strict=True):
-            pending = len(self._history.of(r.request_id)) - self._context_len(r.request_id)
-            self._make_room(r.request_id, pending + more)
-            self._runner.cache.reserve(r.request_id, pending + more)
+            cache, known = self._runner.cache, self._history.of(r.request_id)
+            if not cache.is_open(r.request_id):
+                # The same draft model over the same tokens has the same KV, whoever asked for it first.
+                cache.open(r.request_id, max(len(known) + more, _FIRST_RUN_TOKENS), known)
+            pending = len(known) - cache.context_len(r.request_id)
+            cache.reserve(r.request_id, pending + more)
             self._open[r.request_id] = _Reservation(pending)
-
-    def _context_len(self, request_id: int) -> int:
-        return self._runner.cache.context_len(request_id) if self._runner.cache.is_open(request_id) else 0
-
-    def _make_room(self, request_id: int, rows: int) -> None:
-        cache = self._runner.cache
-        if not cache.is_open(request_id):
-            cache.open(request_id, max(rows, _FIRST_RUN_TOKENS))
-        elif cache.room(request_id) < rows:
-            cache.extend(request_id, 2 * (cache.context_len(request_id) + rows))
 
     def _catch_up(self, requests: Sequence[DraftRequest]) -> Tensor:
         """Run every request's unknown tokens, the root last; return logits [B, Vd] after the roots."""
@@ -234,7 +227,7 @@ class DraftModelDrafter:
 
     def _tail(self, request_id: int) -> Tensor:
         ids = self._history.of(request_id)
-        return torch.tensor(ids[self._context_len(request_id) :], dtype=torch.int64)
+        return torch.tensor(ids[self._runner.cache.context_len(request_id) :], dtype=torch.int64)
 
     def _logits(self, segments: Sequence[Segment]) -> Tensor:
         """Run rows; return the wanted logits of what can be drafted, see `Vocabulary.fit`."""
@@ -254,6 +247,9 @@ class DraftModelDrafter:
                 kept = reservation.kept(observation.path.tolist())
                 self._runner.cache.commit(observation.request_id, torch.tensor(kept, dtype=torch.int64))
         self._history.observe(seen)
+        for observation in seen:
+            if self._runner.cache.is_open(observation.request_id):
+                self._runner.cache.publish(observation.request_id, self._history.of(observation.request_id))
 
     def release(self, request_id: int) -> None:
         self._history.release(request_id)
@@ -261,6 +257,13 @@ class DraftModelDrafter:
         self._open.pop(request_id, None)
 
     def reset(self) -> None: ...
+
+
+def _own_runner(model: Any, context: DrafterContext) -> ModelRunner:
+    """Return a runner with a cache of its own, which shares what begins alike if the target's does."""
+    runner = runner_for(model, RunnerConfig()).with_own_cache()
+    runner.cache.prefix_caching = context.runner.cache.prefix_caching
+    return runner
 
 
 def _refuse_unused(**options: Any) -> None:

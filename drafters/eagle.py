@@ -193,8 +193,6 @@ class EagleDrafter:
         for request_id, count in wanted:
             if not self._cache.is_open(request_id):
                 self._cache.open(request_id, max(count, _FIRST_RUN_ROWS))
-            elif self._cache.room(request_id) < count:
-                self._cache.extend(request_id, 2 * (self._cache.context_len(request_id) + count))
             self._cache.reserve(request_id, count)
 
     def _forward(self, segments: Sequence[Segment], hidden: Tensor, are_features: bool = False) -> Tensor:

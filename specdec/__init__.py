@@ -10,6 +10,7 @@ from specdec.errors import (
     ModelLoadError,
     ModelOutputError,
     OutOfCacheError,
+    QueueFullError,
     SpecdecError,
     UnsupportedModelError,
     WrongThreadError,
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
     from specdec.check import check as check_model
     from specdec.check import check_pair
     from specdec.generation import custom_generate, generate
+    from specdec.serving.engine import Engine
 else:
     # Imported when first asked for: torch takes seconds, and the command line's help and completion do without.
     _HOMES = {
         "LLM": "specdec.api:LLM",
+        "Engine": "specdec.serving.engine:Engine",
         "Completion": "specdec.api:Completion",
         "Piece": "specdec.api:Piece",
         "check_model": "specdec.check:check",
@@ -52,11 +55,13 @@ __all__ = [
     "LLM",
     "Completion",
     "ConfigError",
+    "Engine",
     "IncompatibleDrafterError",
     "InputError",
     "ModelLoadError",
     "ModelOutputError",
     "OutOfCacheError",
+    "QueueFullError",
     "Piece",
     "SpecdecError",
     "UnsupportedModelError",

@@ -80,6 +80,9 @@ class Piece:
         return None if self.completion is None else self.completion.finish_reason
 
 
+Stops = tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class _Options:
     """The checked options of one call."""
@@ -143,7 +146,7 @@ class LLM:
 
     def _refresh(self) -> None:
         """Build the engine, at first and whenever the model's weights or modules have changed since."""
-        base = runner_for(self.model, self._runner_config)
+        base = runner_for(self.model, self._runner_config, self.tokenizer)
         if base is not self._base:
             self.engine: Engine = build_engine(
                 base.with_own_cache(),
@@ -254,7 +257,7 @@ class LLM:
         is_ending = sys.is_finalizing  # of the interpreter, when nothing can be called any more
         requests = start(engine, jobs)
         try:
-            pieces = _Pieces(self, engine, requests, options.stop_strings)
+            pieces = Pieces(self, engine, requests, options.stop_strings)
             while not pieces.follow.is_done:
                 pieces.follow.advance()
                 yield from pieces.take()
@@ -287,13 +290,33 @@ class LLM:
             requests: list[Request] = []  # filled by the thread, which goes on when this is cancelled
             try:
                 await call(lambda: requests.extend(start(engine, jobs)))
-                pieces = _Pieces(self, engine, requests, checked.stop_strings)
+                pieces = Pieces(self, engine, requests, checked.stop_strings)
                 while not pieces.follow.is_done:
                     await call(pieces.follow.advance)
                     for piece in await call(pieces.take):  # there: steps of other callers change requests meanwhile
                         yield piece
             finally:
                 await call(forget, engine, requests)
+
+    def job(self, what: str, prompt: Any, priority: int, draft: bool, options: dict[str, Any]) -> tuple[Job, Stops]:
+        """Return one prompt as an engine takes it, and the stop strings its text is cut at.
+
+        Args:
+            what: who asks, for messages.
+            prompt: a text or token ids.
+            priority: see `Engine.add_request`.
+            draft: likewise.
+            options: as for `stream`.
+
+        Raises:
+            InputError: the prompt is none.
+            ConfigError: an option is unknown or out of range.
+        """
+        checked = self._stream_options(what, options)
+        jobs = self._jobs(prompt, checked)
+        if len(jobs) != 1:
+            raise InputError(f"{what} takes one prompt, got {len(jobs)}; call it once for each")
+        return replace(jobs[0], priority=priority, draft=draft), checked.stop_strings
 
     def _stream_options(self, what: str, options: dict[str, Any]) -> _Options:
         _refuse_unknown(what, options, _GENERATE_OPTIONS - {"streamer"})
@@ -398,7 +421,7 @@ class LLM:
         )
 
 
-class _Pieces:
+class Pieces:
     """The pieces of some requests' answers."""
 
     def __init__(self, llm: LLM, engine: Engine, requests: Sequence[Request], stop_strings: Sequence[str]) -> None:

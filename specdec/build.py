@@ -24,6 +24,10 @@ OWN_FIELDS = frozenset(f.name for config in (EngineConfig, RunnerConfig) for f i
 def split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]:
     """Return the engine's and the runner's configs from keyword arguments; unknown ones are refused."""
     engine = {f.name for f in fields(EngineConfig)}
+    if "kv_memory" in options:  # as users say it
+        if "kv_memory_bytes" in options:
+            raise ConfigError("kv_memory and kv_memory_bytes are one option; give one of them")
+        options = {"kv_memory_bytes" if name == "kv_memory" else name: value for name, value in options.items()}
     refuse_unknown("specdec", options, OWN_FIELDS)
     return (
         EngineConfig(**{k: v for k, v in options.items() if k in engine}),
@@ -111,6 +115,7 @@ def build_engine(
         ConfigError: a name or an option is unknown, or the trace's file cannot be written.
         IncompatibleDrafterError: the drafter does not fit the target.
     """
+    runner.cache.prefix_caching = config.prefix_caching  # before the drafter, whose own cache does the same
     built = build_drafter(drafter, runner, tokenizer, drafter_options)
     config = config.for_drafter(built)
     length = build_draft_length(

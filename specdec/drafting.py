@@ -40,6 +40,7 @@ class Drafting:
                 "works on that one's KV cache; build one for this target, or pass its name"
             )
         self.drafter, self._target, self._warn_once = drafter, target, warn_once
+        self.num_errors = 0
 
     def trees(self, work: Sequence[Work], noise_of: NoiseOf, min_confidence: float) -> tuple[TokenTree, bool]:
         """Return the trees of the B requests that choose a token in this step, and whether the drafter was asked."""
@@ -70,6 +71,9 @@ class Drafting:
         except OutOfCacheError as error:
             self._warn_once("memory", f"drafter {self.drafter.name!r} has no KV memory left, going on without: {error}")
             return None
+        except Exception as error:  # whatever a drafter raises costs its drafts, never a request
+            self._give_up(owners, error, "propose")
+            return None
         finally:
             if self.drafter.shares_target_kv:
                 for r in requests:
@@ -93,8 +97,29 @@ class Drafting:
         roots = torch.tensor([[r.root_token_id] for r in requests], dtype=torch.int64, device=self._target.device)
         return replace(tree, token_ids=torch.cat([roots, tree.token_ids[:, 1:]], dim=1))
 
-    def observe(self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, forward: Forward) -> None:
-        """Tell the drafter every token that became known, with the hidden states and candidates it asked for."""
+    def _give_up(self, requests: Sequence[Request], error: Exception, where: str) -> None:
+        """Go on without drafts for requests over which the drafter raised."""
+        self._warn_once(
+            "error",
+            f"drafter {self.drafter.name!r} raised {type(error).__name__} in {where}(): {error}; the requests it was "
+            "called for go on without drafts",
+        )
+        log.debug("drafter %r raised in %s()", self.drafter.name, where, exc_info=error)
+        for request in requests:
+            if request.draft:
+                request.draft = False
+                request.stats.num_drafter_errors += 1
+                self.num_errors += 1
+                self.release(request)
+
+    def observe(
+        self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, forward: Forward
+    ) -> list[Observation]:
+        """Tell the drafter every token that became known, with the hidden states and candidates it asked for.
+
+        Returns:
+            One observation per work item; the drafter hears only of requests that it drafts for.
+        """
         seen: list[Observation] = []
         row, scored, b = 0, 0, 0
         for w, verdict in zip(work, verdicts, strict=True):
@@ -114,7 +139,13 @@ class Drafting:
                 scored_ids, top = self._candidates(tree.token_ids[b, :n], forward.logits[scored : scored + n])
                 scored, b = scored + n, b + 1
             seen.append(Observation(request.request_id, start, ids, features, verdict.path, scored_ids, top))
-        self.drafter.observe(seen)
+        heard = [(w.request, o) for w, o in zip(work, seen, strict=True) if w.request.draft]
+        try:
+            if heard:
+                self.drafter.observe([o for _, o in heard])
+        except Exception as error:  # as in propose(): the tokens are the target's
+            self._give_up([request for request, _ in heard], error, "observe")
+        return seen
 
     def _candidates(self, token_ids: Tensor, logits: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return the tokens of scored rows and the likeliest next tokens after each, if the drafter wants them."""
@@ -130,13 +161,20 @@ class Drafting:
         except Exception:  # whatever a drafter raises is in the log; the request is over all the same
             log.exception("drafter %r could not release request %s", self.drafter.name, request.request_id)
 
-    def tell_anew(self, request: Request) -> None:
-        """Give the drafter the tokens of a request as if it had never heard of it; hidden states are gone."""
+    def tell_anew(self, request: Request, features: Tensor | None = None) -> None:
+        """Give the drafter the computed tokens of a request as if it had never heard of it.
+
+        Args:
+            request: of which `num_computed` tokens are computed.
+            features: [num_computed, F] hidden states of their rows, where those are still known.
+        """
+        if not request.draft:
+            return
         known = torch.tensor(request.tokens[: request.num_computed + 1], dtype=torch.int64)
         try:
             self.drafter.release(request.request_id)
             if request.num_computed:
-                self.drafter.observe([Observation(request.request_id, 0, known)])
+                self.drafter.observe([Observation(request.request_id, 0, known, features)])
         except Exception:  # the step's own error goes on to the caller; the other requests must still be told
             log.exception("drafter %r could not take request %s back", self.drafter.name, request.request_id)
 

@@ -18,7 +18,7 @@ from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
 from specdec.draft_length import DraftLength, StaticLength, check_draft_length
 from specdec.drafting import Drafting
 from specdec.errors import ConfigError, InputError, OutOfCacheError
-from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
+from specdec.interfaces import Drafter, Forward, Noise, Observation, SamplingParams, Segment, TokenTree
 from specdec.models.runner import ModelRunner
 from specdec.noise import KeyedNoise, draw_seed, fold_seed
 from specdec.record import Keep, record_tokens
@@ -34,6 +34,14 @@ log = logging.getLogger("specdec")
 # Below this share of accepted draft tokens, over at least so many, a request is worth a warning.
 _IDLE_SHARE, _IDLE_DRAFTS = 0.02, 64
 DEFAULT_DRAFT_TOKENS = 4
+_LEAST = {
+    "max_draft_tokens": 0,
+    "max_batch_size": 1,
+    "prefill_chunk_tokens": 1,
+    "max_step_tokens": 1,
+    "max_waiting": 0,
+}
+_OPTIONAL = ("max_draft_tokens", "max_step_tokens", "max_waiting")
 _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
 
 
@@ -43,17 +51,22 @@ class EngineConfig:
 
     max_draft_tokens: int | None = None  # what the drafter advises (its `advised_draft_tokens`), else 4
     max_batch_size: int = 64
-    prefill_chunk_tokens: int = 512
+    prefill_chunk_tokens: int = 512  # rows per step for prompts: small is smooth for others, large soon done
+    max_step_tokens: int | None = None  # bound on the rows of a step, drafts and prompts included; None = none
+    max_waiting: int | None = None  # requests that may wait before QueueFullError; None = any number
+    prefix_caching: bool = False  # keep the KV of what was computed and use it for prompts that begin alike
     draft_length: str = "static"  # or "confidence", "cost_aware": see docs/draft_length.md
     confidence_threshold: float = 0.4  # of "confidence": a chain ends after a token drafted with less
 
     def __post_init__(self) -> None:
-        for name, least in (("max_draft_tokens", 0), ("max_batch_size", 1), ("prefill_chunk_tokens", 1)):
+        for name, least in _LEAST.items():
             value = getattr(self, name)
-            if name == "max_draft_tokens" and value is None:
+            if name in _OPTIONAL and value is None:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
+        if not isinstance(self.prefix_caching, bool):
+            raise ConfigError(f"prefix_caching={self.prefix_caching!r}; allowed: True or False")
         check_draft_length(self.draft_length, self.confidence_threshold)
 
     def for_drafter(self, drafter: Drafter) -> EngineConfig:
@@ -97,6 +110,8 @@ class Engine:
             max_batch_size=config.max_batch_size,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_draft_tokens=self.config.max_draft_tokens or 0,  # a number now
+            max_step_tokens=config.max_step_tokens,
+            max_waiting=config.max_waiting,
         )
         self._requests: dict[int, Request] = {}
         self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads
@@ -110,7 +125,14 @@ class Engine:
     # ------------------------------------------------------------------ requests
 
     def add_request(
-        self, prompt_token_ids: Sequence[int], sampling: SamplingParams, stop: StopRules, keep: Keep = Keep()
+        self,
+        prompt_token_ids: Sequence[int],
+        sampling: SamplingParams,
+        stop: StopRules,
+        keep: Keep = Keep(),
+        *,
+        priority: int = 0,
+        draft: bool = True,
     ) -> Request:
         """Queue a prompt and return its request; one with nothing to generate is finished at once.
 
@@ -119,14 +141,19 @@ class Engine:
             sampling: how its tokens are drawn.
             stop: when it ends.
             keep: what is kept of each token in `Request.records`.
+            priority: a request of priority p runs as if it had come 64 p requests earlier.
+            draft: False = nothing is drafted for it.
 
         Raises:
+            QueueFullError: as many requests wait as may.
             InputError: the prompt is empty, too long or holds ids outside the vocabulary.
             OutOfCacheError: the request can never fit the KV memory limit.
         """
         self.target.claim()
         self._drop_abandoned()
         check_sampling(sampling)
+        if not isinstance(priority, int) or isinstance(priority, bool):
+            raise ConfigError(f"priority={priority!r}; allowed: an integer, higher is earlier")
         rule = self.verifiers.of(sampling, self.drafter.samples)
         if rule.needs_all_rows and sampling.processors:
             raise ConfigError(
@@ -142,6 +169,8 @@ class Engine:
             )
         total = min(len(prompt_token_ids) + stop.max_new_tokens, stop.max_total_tokens or 1 << 62)
         self.target.cache.check_fits(total)
+        if stop.max_new_tokens:
+            self._scheduler.check_room()
         seed = sampling.seed
         if seed is None:
             # Greedy output needs no randomness: test drafters get the same one every time, and the caller's global
@@ -151,7 +180,9 @@ class Engine:
             # Its acceptances would decide on drafts of a later request that draws with the same noise, and bias it.
             self._num_folded += 1
             seed = fold_seed(seed, self._num_folded)
-        request = Request(next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed, keep=keep)
+        request = Request(
+            next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed, keep=keep, priority=priority, draft=draft
+        )
         request.stats.arrival_s = time.perf_counter()
         self._requests[request.request_id] = request
         if stop.max_new_tokens == 0:
@@ -229,6 +260,18 @@ class Engine:
         while self._abandoned:
             self.forget(self._abandoned.popleft())
 
+    def check_room(self) -> None:
+        """Raise QueueFullError if no further request may wait. May be called from any thread."""
+        self._scheduler.check_room()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._scheduler.waiting)
+
+    @property
+    def num_running(self) -> int:
+        return len(self._scheduler.running)
+
     @property
     def has_unfinished(self) -> bool:
         if self._abandoned and self.target.may_use():
@@ -246,7 +289,7 @@ class Engine:
         self._drop_abandoned()
         clock = _Clock()
         self._scheduler.admit(self._try_open)
-        work = self.draft_length.allot(self._scheduler.schedule())
+        work = self._reserve(self.draft_length.allot(self._scheduler.schedule()))
         if not work:
             return self._emit()
         stats = replace(self.stats)
@@ -254,7 +297,6 @@ class Engine:
         told = False
         try:
             with torch.inference_mode():
-                self._reserve(work)
                 tree, noise = self._draft(work, clock)
                 forward = self._forward(work, tree)
                 verdicts, rows = self._verify(work, tree, noise, forward)
@@ -262,7 +304,7 @@ class Engine:
                 self._record(work, verdicts, rows)
                 self._commit(work, verdicts)
                 told = True
-                self.drafting.observe(work, verdicts, tree, forward)
+                self._publish(work, self.drafting.observe(work, verdicts, tree, forward))
                 self._count(work, verdicts, clock)
                 self._tell_watchers(work, verdicts, tree, rows, clock)
         except BaseException:
@@ -271,9 +313,61 @@ class Engine:
             raise
         return self._emit()
 
-    def _reserve(self, work: Sequence[Work]) -> None:
+    def _reserve(self, work: Sequence[Work]) -> list[Work]:
+        """Reserve KV for the step's rows, best rank first; return the work there is memory for.
+
+        Where memory runs out, first the drafts of a request are given up and then the request of the worst rank, which
+        waits and is computed again later.
+        """
+        reserved: list[Work] = []
         for w in work:
-            self.target.cache.reserve(w.request.request_id, w.num_rows + w.max_draft_tokens)
+            if w.request not in self._scheduler.running:
+                continue  # preempted for one before it
+            while True:
+                fitting = self._reserve_one(w)
+                if fitting is not None:
+                    reserved.append(fitting)
+                    break
+                victim = self._scheduler.victim()
+                if victim is None:
+                    # Alone it fits, as was checked when it came; so this is memory that somebody else holds.
+                    self.target.cache.reserve(w.request.request_id, w.num_rows)
+                    continue
+                self._preempt(victim)
+                reserved = [r for r in reserved if r.request is not victim]
+                if victim is w.request:
+                    break
+        return reserved
+
+    def _reserve_one(self, w: Work) -> Work | None:
+        """Return the work as far as there is memory for it, without its drafts if need be; None = for nothing."""
+        for most in dict.fromkeys((w.max_draft_tokens, 0)):
+            try:
+                self.target.cache.reserve(w.request.request_id, w.num_rows + most)
+            except OutOfCacheError:
+                continue
+            return w if most == w.max_draft_tokens else replace(w, max_draft_tokens=0)
+        return None
+
+    def _preempt(self, request: Request) -> None:
+        """Give up a running request's KV; its tokens stay, and it is computed again when it is admitted again."""
+        self._scheduler.preempt(request)
+        self.target.cache.release(request.request_id)
+        self.drafting.release(request)
+        request.num_computed = 0
+        request.stats.num_preemptions += 1
+        self.stats.num_preemptions += 1
+
+    def _publish(self, work: Sequence[Work], observations: Sequence[Observation]) -> None:
+        """Let other requests find the KV of what is committed now, and the hidden states that went to the drafter."""
+        cache = self.target.cache
+        if not cache.prefix_caching:
+            return
+        for w, told in zip(work, observations, strict=True):
+            if told.features is not None:
+                start = w.request.num_computed - len(told.features)
+                cache.store_features(w.request.request_id, start, told.features)
+            cache.publish(w.request.request_id, w.request.tokens)
 
     def _draft(self, work: Sequence[Work], clock: _Clock) -> tuple[TokenTree, Noise]:
         """Return the trees of the B requests that choose a token in this step, and the step's noise."""
@@ -366,6 +460,7 @@ class Engine:
         share = prefill_rows / num_rows
         stats = self.stats
         stats.num_steps += 1
+        stats.num_drafter_errors = self.drafting.num_errors
         stats.num_prefill_tokens += prefill_rows
         stats.prefill_s += share * (total - clock.draft_s)
         stats.draft_s += clock.draft_s
@@ -410,16 +505,30 @@ class Engine:
     # ------------------------------------------------------------------ keeping the promises
 
     def _try_open(self, request: Request) -> bool:
-        if self.target.cache.is_open(request.request_id):
-            return True  # a step that was interrupted between opening and running it
-        total = len(request.tokens) + request.num_remaining
-        try:
-            self.target.cache.open(request.request_id, total)
-        except OutOfCacheError:
-            if not self._scheduler.running:
-                raise
+        """Open a request's KV if all its pending tokens and a first draft fit beside what runs now."""
+        cache = self.target.cache
+        if cache.is_open(request.request_id):  # interrupted between opening and running it, or while being preempted
+            request.num_computed = cache.context_len(request.request_id)
+            return True
+        if self._scheduler.running and not cache.has_room(len(request.tokens) + 1 + self._scheduler.max_draft_tokens):
             return False
+        found = cache.open(request.request_id, len(request.tokens) + request.num_remaining, request.tokens)
+        request.num_computed = found
+        if found:
+            self._begin_behind(request)
+        if request.stats.admission_s is None:
+            request.stats.admission_s = time.perf_counter()
         return True
+
+    def _begin_behind(self, request: Request) -> None:
+        """Tell the drafter of tokens whose KV the prefix cache has, behind which a request begins."""
+        if not request.new_tokens:
+            request.stats.num_cached_tokens = request.num_computed
+        self.stats.num_cached_tokens += request.num_computed
+        features = None
+        if self.drafter.features:
+            features = self.target.cache.features(request.request_id, 0, request.num_computed)
+        self.drafting.tell_anew(request, features)
 
     def _undo(self, saved: Sequence[tuple[Request, Snapshot, int]], told: bool) -> None:
         """Put every request back to before the step, and tell the drafter if it heard of what did not happen."""

@@ -35,6 +35,10 @@ class OutOfCacheError(SpecdecError):
     """The KV cache cannot hold the request within its memory limit."""
 
 
+class QueueFullError(SpecdecError):
+    """As many requests wait as may; the request was not taken."""
+
+
 class ModelOutputError(SpecdecError):
     """The target model produced NaN logits, so no token can be chosen."""
 

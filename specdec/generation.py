@@ -224,7 +224,7 @@ def _generate(
     streamer: Any | None,
     return_stats: bool,
 ) -> Any:
-    runner = runner_for(model, chosen.runner).with_own_cache()
+    runner = runner_for(model, chosen.runner, chosen.tokenizer).with_own_cache()
     engine = build_engine(
         runner,
         chosen.drafter,

@@ -53,6 +53,9 @@ class Request:
     error: BaseException | None = None  # what one of its own processors or criteria raised
     stats: RequestStats = field(default_factory=RequestStats)
     keep: Keep = field(default_factory=Keep)
+    priority: int = 0  # higher runs earlier; see specdec/scheduler.py
+    draft: bool = True  # False: nothing is drafted for it, by its own wish or because the drafter failed
+    rank: int = 0  # set by the scheduler; the smallest runs first
     from_draft: list[bool] = field(default_factory=list)  # per new token: drafted and accepted, or the target's own
     records: list[TokenRecord] = field(default_factory=list)  # per new token, if anything is to be kept
     num_prompt_tokens: int = 0

@@ -24,6 +24,8 @@ class Job:
     sampling: SamplingParams
     stop: StopRules
     keep: Keep = Keep()
+    priority: int = 0
+    draft: bool = True
 
 
 def start(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
@@ -36,7 +38,7 @@ def start(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
     try:
         for i, job in enumerate(jobs):
             try:
-                requests.append(engine.add_request(job.prompt_token_ids, job.sampling, job.stop, job.keep))
+                requests.append(_add(engine, job))
             except SpecdecError as error:
                 if len(jobs) > 1:
                     raise type(error)(f"prompt {i} of {len(jobs)}: {error}") from error
@@ -45,6 +47,12 @@ def start(engine: Engine, jobs: Sequence[Job]) -> list[Request]:
         forget(engine, requests)
         raise
     return requests
+
+
+def _add(engine: Engine, job: Job) -> Request:
+    return engine.add_request(
+        job.prompt_token_ids, job.sampling, job.stop, job.keep, priority=job.priority, draft=job.draft
+    )
 
 
 def forget(engine: Engine, requests: Sequence[Request]) -> None:

@@ -21,6 +21,9 @@ class RequestStats:
     num_emitted_tokens: int = 0  # by decode steps
     num_truncated: int = 0  # steps whose next token was cut
     num_rejected_drafts: int = 0  # proposals that were invalid and therefore dropped
+    num_drafter_errors: int = 0  # exceptions of the drafter, after which the request goes on without drafts
+    num_preemptions: int = 0  # times its KV was given up for other requests and computed again later
+    num_cached_tokens: int = 0  # of the prompt, whose KV was found in the prefix cache when it was first admitted
     drafted_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1
     reached_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1 and accepted at i
     accepted_at: list[int] = field(default_factory=list)  # [i]: steps that accepted at depth i + 1
@@ -29,6 +32,7 @@ class RequestStats:
     verify_s: float = 0.0
     other_s: float = 0.0
     arrival_s: float = 0.0
+    admission_s: float | None = None  # clock at which it first ran
     emissions: list[tuple[float, int]] = field(default_factory=list)  # (clock, tokens)
 
     def copy(self) -> RequestStats:
@@ -94,6 +98,11 @@ class RequestStats:
         return self.emissions[0][0] - self.arrival_s if self.emissions else None
 
     @property
+    def queue_s(self) -> float | None:
+        """Request in to first running."""
+        return None if self.admission_s is None else self.admission_s - self.arrival_s
+
+    @property
     def tpot_s(self) -> float | None:
         """Mean time per token after the first emission."""
         later = sum(n for _, n in self.emissions[1:])
@@ -126,6 +135,9 @@ def total(parts: Iterable[RequestStats]) -> RequestStats:
             "num_emitted_tokens",
             "num_truncated",
             "num_rejected_drafts",
+            "num_drafter_errors",
+            "num_preemptions",
+            "num_cached_tokens",
             "prefill_s",
             "draft_s",
             "verify_s",
@@ -145,6 +157,9 @@ class EngineStats:
     num_steps: int = 0
     num_prefill_tokens: int = 0
     num_decode_tokens: int = 0  # emitted by decode rows
+    num_preemptions: int = 0
+    num_cached_tokens: int = 0  # of prompts, not computed because the prefix cache had them
+    num_drafter_errors: int = 0
     prefill_s: float = 0.0
     draft_s: float = 0.0
     verify_s: float = 0.0

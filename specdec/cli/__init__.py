@@ -7,12 +7,14 @@ from typing import Annotated
 import typer
 
 from specdec import __version__
+from specdec.cli.bench import bench_app
 from specdec.cli.chat import chat_command
 from specdec.cli.check import check_command
 from specdec.cli.console import output
 from specdec.cli.export import export_command
 from specdec.cli.generate import generate_command
 from specdec.cli.listing import list_command
+from specdec.cli.plan import plan_command
 from specdec.cli.train import train_command
 
 __all__ = ["app"]
@@ -50,6 +52,8 @@ def main(
 app.command("generate", epilog=_EXIT_CODES)(generate_command)
 app.command("chat", epilog=_EXIT_CODES)(chat_command)
 app.command("check", epilog=_EXIT_CODES)(check_command)
+app.command("plan", epilog=_EXIT_CODES)(plan_command)
+app.add_typer(bench_app, name="bench", epilog=_EXIT_CODES)
 app.command("train", epilog=_EXIT_CODES)(train_command)
 app.command("export", epilog=_EXIT_CODES)(export_command)
 app.command("list", epilog=_EXIT_CODES)(list_command)

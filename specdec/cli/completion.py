@@ -7,6 +7,8 @@ from importlib import resources
 from pathlib import Path
 
 from specdec.models.builtin import BUILTIN_MODELS
+from specdec.planner.device import device_names
+from specdec.planner.names import KV_BYTES, WEIGHT_BYTES
 from specdec.registry import DRAFTERS, VERIFIERS
 
 # Also in modules that import torch (`specdec.draft_length`, `specdec.train.jobs`, `specdec.models.dtypes`); tests
@@ -34,6 +36,21 @@ def draft_lengths(incomplete: str) -> list[str]:
 def dtypes(incomplete: str) -> list[str]:
     """Return the names of weight types that `incomplete` begins."""
     return _beginning(incomplete, DTYPES)
+
+
+def devices(incomplete: str) -> list[str]:
+    """Return the devices that `specdec plan` knows whose names `incomplete` begins."""
+    return _beginning(incomplete, device_names())
+
+
+def planned_dtypes(incomplete: str) -> list[str]:
+    """Return the weight types that `specdec plan` takes whose names `incomplete` begins."""
+    return _beginning(incomplete, ("auto", *WEIGHT_BYTES))
+
+
+def kv_dtypes(incomplete: str) -> list[str]:
+    """Return the types of keys and values that `specdec plan` takes whose names `incomplete` begins."""
+    return _beginning(incomplete, ("auto", *KV_BYTES))
 
 
 def train_methods(incomplete: str) -> list[str]:

@@ -4,73 +4,102 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict
 
 import torch
 from torch import Tensor
 
 from specdec.errors import OutOfCacheError
 from specdec.interfaces import Segment
+from specdec.kv.allocation import Allocation
 from specdec.kv.attention import attend_segment
-from specdec.kv.blocks import SlotPool
-from specdec.kv.plan import MaskPattern, PlannedSegment, StepPlan
+from specdec.kv.codecs import Codec, codec_of
+from specdec.kv.flash import FlashBackend
+from specdec.kv.plan import MaskPattern, PlannedSegment, StepPlan, read
+from specdec.kv.storage import SlotStorage
 
-
-@dataclass(slots=True)
-class _Sequence:
-    """One request's run of slots: committed tokens first, then the open reservation."""
-
-    start: int
-    max_tokens: int
-    context_len: int = 0
-    reserved: int = 0
-    used: int = 0  # reservation rows written so far
-    parents: list[int] | None = None  # per used row, when the reservation holds a tree
-    depths: list[int] = field(default_factory=list)
-
-    def become_tree(self) -> list[int]:
-        """Spell out the chain so far as parents and depths, so that tree rows can be appended to it."""
-        if self.parents is None:
-            self.parents = list(range(-1, self.used - 1))
-            self.depths = list(range(self.used))
-        return self.parents
-
-    def close(self) -> None:
-        self.reserved = self.used = 0
-        self.parents = None
-        self.depths = []
+BLOCK_TOKENS = 16
+# A hint claims so many tokens, or twice the prompt, at most: it may be far more than what will come, and tensors reach
+# as far as the last slot in use. Who needs more moves to a run of twice the length.
+_MOST_CLAIMED_TOKENS = 1024
+_FEATURES = "features"  # beside the layers' numbers, among the names in the storage
 
 
 class KVCache:
-    """Keys and values in one tensor pair per layer, `[slots, kv_heads, width]`, sized from what it is given.
+    """Keys and values of all layers in blocks of `block_tokens` slots, sized from what it is given.
 
     Forwards write only into a request's open reservation; `commit` keeps a root path of it and frees the rest.
+
+    Args:
+        max_bytes: bound on what is stored; None = as much as is asked for.
+        bytes_per_token: what is expected, until the first forward tells.
+        block_tokens: slots per block, the unit in which memory is handed out and shared.
+        codec: "int8", "int4" or a codec; None = as computed.
+        prefix_caching: `publish` makes blocks findable for requests that begin alike.
+        backend: takes the calls of `attend` that it supports; its pages are the blocks.
+
+    Attributes:
+        keeps_features: find only blocks whose hidden states were stored; true from the first `store_features` on.
     """
 
-    def __init__(self, *, max_bytes: int | None = None, bytes_per_token: int = 0) -> None:
-        self.max_bytes = max_bytes
+    def __init__(
+        self,
+        *,
+        max_bytes: int | None = None,
+        bytes_per_token: int = 0,
+        block_tokens: int = BLOCK_TOKENS,
+        codec: str | Codec | None = None,
+        prefix_caching: bool = False,
+        backend: FlashBackend | None = None,
+    ) -> None:
+        self.max_bytes, self.block_tokens = max_bytes, block_tokens
+        self.codec, self.backend = codec_of(codec), backend
+        self.prefix_caching, self.keeps_features = prefix_caching, False
         self._expected_bytes_per_token = bytes_per_token
-        self._pool = SlotPool()
-        self._sequences: dict[int, _Sequence] = {}
-        self._keys: dict[int, Tensor] = {}  # layer -> [S, h, D]
-        self._values: dict[int, Tensor] = {}  # layer -> [S, h, E]
+        self._storage = SlotStorage()
+        self._allocation = Allocation(self._storage, block_tokens)
+        self._pool, self._sequences = self._allocation.pool, self._allocation.tables
+        self._dtypes: dict[int, torch.dtype] = {}  # of what the layers compute with
 
-    def open(self, request_id: int, max_tokens: int) -> None:
-        """Give a request a contiguous run of `max_tokens` slots.
+    # ------------------------------------------------------------------ memory
 
-        Raises:
-            OutOfCacheError: the memory limit does not allow it; nothing has changed.
-        """
-        assert request_id not in self._sequences, f"request {request_id} is open already"
-        self._pool.max_slots = self.max_tokens
-        self._sequences[request_id] = _Sequence(self._pool.allocate(max_tokens), max_tokens)
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token over all layers, scales and hidden states included; at first what was expected, or 0."""
+        return self._storage.bytes_per_slot or self._expected_bytes_per_token
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes allocated."""
+        return self._storage.num_bytes
+
+    @property
+    def num_blocks(self) -> int | None:
+        """Return how many blocks the memory limit allows; None = no limit."""
+        if self.max_bytes is None or not self.bytes_per_token:
+            return None
+        return self.max_bytes // (self.bytes_per_token * self.block_tokens)
+
+    @property
+    def num_free_blocks(self) -> int | None:
+        """Return how many blocks `reserve` could take now, those kept for prompts included; None = no limit."""
+        self._set_limit()
+        return None if self._pool.max_blocks is None else self._allocation.num_free
 
     @property
     def max_tokens(self) -> int | None:
         """Return how many tokens the memory limit allows for all requests together; None = no limit."""
-        if self.max_bytes is None or not self.bytes_per_token:
-            return None
-        return self.max_bytes // self.bytes_per_token
+        most = self.num_blocks
+        return None if most is None else most * self.block_tokens
+
+    def _set_limit(self) -> None:
+        self._pool.max_blocks = self.num_blocks
+        self._allocation.settle()
+
+    def has_room(self, num_tokens: int) -> bool:
+        """Tell whether a new request could reserve `num_tokens` now."""
+        self._set_limit()
+        return -(-num_tokens // self.block_tokens) <= self._allocation.num_free
 
     def check_fits(self, num_tokens: int) -> None:
         """Raise OutOfCacheError if a request of `num_tokens` could not even run alone."""
@@ -78,33 +107,60 @@ class KVCache:
         if most is not None and num_tokens > most:
             raise OutOfCacheError(
                 f"the request needs KV for {num_tokens} tokens ({num_tokens * self.bytes_per_token} bytes) and the "
-                f"limit of {self.max_bytes} bytes holds {most}; raise the limit or lower max_new_tokens"
+                f"limit of {self.max_bytes} bytes holds {most}, in blocks of {self.block_tokens}; raise the limit or "
+                "lower max_new_tokens"
             )
+
+    def usage(self) -> dict[str, float]:
+        """Return how many blocks are used, kept and free, and how scattered they are: the fields of `Occupancy`."""
+        self._set_limit()
+        return {**asdict(self._allocation.occupancy()), "num_bytes": self.num_bytes}
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError if blocks leak or overlap, or a request holds more than its own."""
+        self._allocation.check_integrity()
+
+    # ------------------------------------------------------------------ requests
+
+    def open(self, request_id: int, expected_tokens: int, token_ids: Sequence[int] | None = None) -> int:
+        """Begin a request; no memory is taken.
+
+        Args:
+            request_id: its name.
+            expected_tokens: how many it will probably hold: where so many slots in a row are free it begins there,
+                and others avoid them while they can.
+            token_ids: its first tokens, of which the KV of all but the last may be known already.
+
+        Returns:
+            The number of tokens that are committed already, out of shared blocks.
+        """
+        assert request_id not in self._sequences, f"request {request_id} is open already"
+        self._set_limit()
+        expected = min(expected_tokens, max(_MOST_CLAIMED_TOKENS, 2 * len(token_ids or ())))
+        known = token_ids if self.prefix_caching else None
+        return self._allocation.open(request_id, expected, known, self.keeps_features)
 
     def reserve(self, request_id: int, n: int) -> None:
-        """Open a reservation of `n` rows behind the committed tokens.
+        """Open a reservation of `n` rows behind the committed tokens, in place of an earlier one.
 
         Raises:
-            OutOfCacheError: the request's run has fewer than `n` free slots; nothing has changed.
+            OutOfCacheError: there is no memory for it; nothing has changed.
         """
-        sequence = self._sequences[request_id]
-        if sequence.context_len + n > sequence.max_tokens:
-            raise OutOfCacheError(
-                f"request {request_id} holds {sequence.context_len} tokens of {sequence.max_tokens} "
-                f"and cannot take {n} more"
-            )
-        sequence.close()
-        sequence.reserved = n
+        table = self._sequences[request_id]
+        self._set_limit()
+        self._allocation.make_room(request_id, table.context_len + n)
+        table.close()
+        table.reserved = n
 
     def rewind(self, request_id: int) -> None:
         """Forget what was written into the open reservation; the reservation stays open."""
-        sequence = self._sequences[request_id]
-        reserved = sequence.reserved
-        sequence.close()
-        sequence.reserved = reserved
+        table = self._sequences[request_id]
+        reserved = table.reserved
+        table.close()
+        table.reserved = reserved
 
     def commit(self, request_id: int, kept: Tensor) -> None:
-        """Keep rows `kept` of the reservation, in order, and close it.
+        """Keep rows `kept` of the reservation, in order, close it, and give back the blocks behind them.
 
         A chain keeps a prefix and moves nothing, so the cost does not depend on the context; a tree path that is
         not leftmost is moved together.
@@ -113,56 +169,35 @@ class KVCache:
             request_id: whose reservation.
             kept: [n] int64, strictly increasing offsets into the reservation.
         """
-        sequence = self._sequences[request_id]
+        table = self._sequences[request_id]
         rows = kept.tolist()
         assert all(a < b for a, b in itertools.pairwise(rows)), f"kept rows must increase: {rows}"
-        assert not rows or (rows[0] >= 0 and rows[-1] < sequence.used), f"kept {rows} of {sequence.used} rows"
+        assert not rows or (rows[0] >= 0 and rows[-1] < table.used), f"kept {rows} of {table.used} rows"
         if rows and rows[-1] != len(rows) - 1:
-            self._move(sequence.start + sequence.context_len, rows)
-        sequence.context_len += len(rows)
-        sequence.close()
+            self._move(request_id, rows)
+        table.context_len += len(rows)
+        table.close()
+        self._allocation.trim(request_id)
 
-    def _move(self, begin: int, rows: list[int]) -> None:
-        """Gather `rows` of the reservation at slot `begin` to its front. Rows only ever move down."""
+    def _move(self, request_id: int, rows: list[int]) -> None:
+        """Gather `rows` of the reservation to its front. Rows only ever move down."""
+        table = self._sequences[request_id]
         first = next(i for i, row in enumerate(rows) if row != i)
-        with torch.inference_mode():
-            for store in (self._keys, self._values):
-                for tensor in store.values():
-                    source = torch.tensor(rows[first:], device=tensor.device) + begin
-                    tensor[begin + first : begin + len(rows)] = tensor.index_select(0, source)
+        sources = [table.slot(table.context_len + row) for row in rows[first:]]
+        targets = [table.slot(table.context_len + i) for i in range(first, len(rows))]
+        self._storage.move(sources, targets)
 
-    def extend(self, request_id: int, max_tokens: int) -> None:
-        """Move a request with no open reservation to a longer run.
-
-        Raises:
-            OutOfCacheError: there is no memory for it; nothing has changed.
-        """
-        sequence = self._sequences[request_id]
-        sequence.close()
-        self._pool.max_slots = self.max_tokens
-        start = self._pool.allocate(max_tokens)
-        try:
-            self._copy(sequence.start, start, sequence.context_len)
-        except BaseException:  # Ctrl-C included
-            self._pool.free(start)
-            raise
-        self._pool.free(sequence.start)
-        sequence.start, sequence.max_tokens = start, max_tokens
-
-    def _copy(self, source: int, target: int, length: int) -> None:
-        """Copy `length` slots from `source` to `target`, in a storage that is grown where `target` needs it."""
-        with torch.inference_mode():
-            for store in (self._keys, self._values):
-                for layer, tensor in store.items():
-                    if tensor.shape[0] < self._pool.capacity:
-                        store[layer] = tensor = self._resized(tensor, layer)
-                    tensor[target : target + length] = tensor[source : source + length].clone()
+    def restore(self, request_id: int, context_len: int) -> None:
+        """Undo every commit since the request held `context_len` tokens. Only a failed step may do this."""
+        table = self._sequences[request_id]
+        assert context_len <= table.context_len, "a cache cannot be restored forwards"
+        table.context_len = context_len
+        table.close()
+        self._allocation.trim(request_id)
 
     def release(self, request_id: int) -> None:
-        """Free all of a request's slots; unknown requests are ignored."""
-        sequence = self._sequences.pop(request_id, None)
-        if sequence is not None:
-            self._pool.free(sequence.start)
+        """Give back all of a request's blocks; unknown requests are ignored."""
+        self._allocation.release(request_id)
 
     def is_open(self, request_id: int) -> bool:
         return request_id in self._sequences
@@ -171,52 +206,70 @@ class KVCache:
         """Return the number of committed tokens."""
         return self._sequences[request_id].context_len
 
-    def room(self, request_id: int) -> int:
-        """Return how many more tokens the request's run can hold."""
-        sequence = self._sequences[request_id]
-        return sequence.max_tokens - sequence.context_len
+    # ------------------------------------------------------------------ prompts that begin alike
 
-    def restore(self, request_id: int, context_len: int) -> None:
-        """Undo every commit since the request held `context_len` tokens. Only a failed step may do this."""
-        sequence = self._sequences[request_id]
-        assert context_len <= sequence.context_len, "a cache cannot be restored forwards"
-        sequence.context_len = context_len
-        sequence.close()
+    def publish(self, request_id: int, token_ids: Sequence[int]) -> None:
+        """Let other requests find a request's full blocks; costs what the new ones are.
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes one token takes over all layers; before the first forward what was expected, or 0."""
-        if not self._keys:
-            return self._expected_bytes_per_token
-        return sum(
-            tensor.shape[1] * tensor.shape[2] * tensor.element_size()
-            for store in (self._keys, self._values)
-            for tensor in store.values()
-        )
+        Args:
+            request_id: whose blocks.
+            token_ids: the tokens whose KV is committed, and possibly more.
+        """
+        if self.prefix_caching:
+            assert len(token_ids) >= self._sequences[request_id].context_len, "committed tokens are missing"
+            self._allocation.publish(request_id, token_ids)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes allocated."""
-        return sum(t.numel() * t.element_size() for s in (self._keys, self._values) for t in s.values())
+    def store_features(self, request_id: int, start: int, rows: Tensor) -> None:
+        """Keep hidden states [m, F] of committed positions from `start` on, for requests that begin alike."""
+        table = self._sequences[request_id]
+        stop, size, featured = start + len(rows), self.block_tokens, self._allocation.featured
+        assert start >= 0 and stop <= table.context_len, f"positions {start}-{stop} of {table.context_len} committed"
+        if not len(rows):
+            return
+        self.keeps_features = True
+        stored = self._storage.parts.get(_FEATURES) or self._storage.add(_FEATURES, [rows])
+        first = 0
+        with torch.no_grad():
+            for piece in table.slices(start, stop):
+                stored[0][piece] = rows[first : first + piece.stop - piece.start]
+                first += piece.stop - piece.start
+        for index in range(start // size, -(-stop // size)):
+            block = table.blocks[index]
+            if start - index * size <= featured.get(block, 0):
+                featured[block] = max(featured.get(block, 0), min(stop - index * size, size))
 
-    def contents(self, request_id: int, layer: int) -> tuple[Tensor, Tensor]:
-        """Return copies of the committed keys [n, h, D] and values [n, h, E] of one layer."""
-        sequence = self._sequences[request_id]
-        run = slice(sequence.start, sequence.start + sequence.context_len)
-        return self._keys[layer][run].clone(), self._values[layer][run].clone()
+    def features(self, request_id: int, start: int, stop: int) -> Tensor:
+        """Return copies of the hidden states [stop - start, F] that were kept for these positions."""
+        table = self._sequences[request_id]
+        size = self.block_tokens
+        for index in range(start // size, -(-stop // size)):
+            kept = index * size + self._allocation.featured.get(table.blocks[index], 0)
+            assert kept >= min(stop, (index + 1) * size), f"hidden states of positions {kept}-{stop} were not stored"
+        return read(self._storage.parts[_FEATURES][0], table.slices(start, stop)).clone()
+
+    # ------------------------------------------------------------------ what is stored
 
     @property
     def layers(self) -> list[int]:
-        return sorted(self._keys)
+        return sorted(self._dtypes)
 
-    def check_integrity(self) -> None:
-        """Raise AssertionError if slots leak or overlap, or a request holds more than its run."""
-        self._pool.check_integrity()
-        assert self._pool.num_used == sum(s.max_tokens for s in self._sequences.values()), "slots leak"
-        for request_id, s in self._sequences.items():
-            assert 0 <= s.used <= s.reserved and s.context_len + s.reserved <= s.max_tokens, (
-                f"request {request_id} overruns its slots"
-            )
+    def contents(self, request_id: int, layer: int) -> tuple[Tensor, Tensor]:
+        """Return copies of the committed keys [n, h, D] and values [n, h, E] of one layer, as they are read."""
+        keys, values = self._decoded(layer, self.stored(request_id, layer))
+        return keys, values
+
+    def stored(self, request_id: int, layer: int) -> list[Tensor]:
+        """Return copies of what is stored of the committed tokens of one layer, [n, ...] each."""
+        table = self._sequences[request_id]
+        pieces = table.slices(0, table.context_len) or [slice(0, 0)]
+        return [read(part, pieces).clone() for part in self._storage.parts[layer]]
+
+    def _decoded(self, layer: int, stored: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        if self.codec is None:
+            return stored[0], stored[1]
+        return self.codec.decode(layer, stored, self._dtypes[layer])
+
+    # ------------------------------------------------------------------ forwards
 
     def plan(self, segments: Sequence[Segment], device: torch.device | str = "cpu") -> StepPlan:
         """Append every segment to its request's reservation and return slots, positions and masks."""
@@ -230,42 +283,31 @@ class KVCache:
         return StepPlan(planned, torch.cat([p.positions for p in planned]))
 
     def _plan_segment(self, segment: Segment, first_row: int, device: torch.device | str) -> PlannedSegment:
-        sequence = self._sequences[segment.request_id]
+        table = self._sequences[segment.request_id]
         m = int(segment.token_ids.shape[0])
-        used, context = sequence.used, sequence.context_len
-        assert used + m <= sequence.reserved, (
-            f"{m} rows do not fit a reservation of {sequence.reserved} with {used} used"
+        assert table.used + m <= table.reserved, (
+            f"{m} rows do not fit a reservation of {table.reserved} with {table.used} used"
         )
-        kv_len = context + used + m
-        sequence.used = used + m
-        if segment.parents is None and sequence.parents is None:
+        kv_len = table.context_len + table.used + m
+        kv_positions = visible = None
+        if segment.parents is None and table.parents is None:
+            table.used += m
             positions = torch.arange(kv_len - m, kv_len, device=device)
-            return PlannedSegment(segment.request_id, first_row, m, sequence.start, kv_len, None, None, positions)
-        sequence.used = used
-        parents = sequence.become_tree()
-        sequence.used = used + m
-        new = list(range(used - 1, used + m - 1)) if segment.parents is None else segment.parents.tolist()
-        depths = sequence.depths
-        visible = torch.zeros(m, kv_len, dtype=torch.bool)
-        visible[:, :context] = True
-        for i, parent in enumerate(new):
-            assert -1 <= parent < used + i, f"parent {parent} of row {used + i} is not before it"
-            parents.append(parent)
-            depths.append(depths[parent] + 1 if parent >= 0 else 0)
-            node = used + i
-            while node >= 0:
-                visible[i, context + node] = True
-                node = parents[node]
-        kv_positions = torch.cat([torch.arange(context), torch.tensor(depths) + context]).to(device)
+        else:
+            above = None if segment.parents is None else segment.parents.tolist()
+            kv_positions, visible = (t.to(device) for t in table.grow_tree(m, above))
+            positions = kv_positions[kv_len - m :]
         return PlannedSegment(
             segment.request_id,
             first_row,
             m,
-            sequence.start,
+            table.slices(0, kv_len),
+            table.slices(kv_len - m, kv_len),
+            table.blocks,
             kv_len,
             kv_positions,
-            visible.to(device),
-            kv_positions[context + used :],
+            visible,
+            positions,
         )
 
     def attend(
@@ -294,16 +336,20 @@ class KVCache:
             softcap: see `attend_segment`.
             sinks: see `attend_segment`.
         """
-        keys, values = self._storage(layer, k, v)
         outputs: list[Tensor] = []
+        stored = self._write(plan, layer, k, v)
+        if self.backend is not None and self.codec is None:
+            keys, values = stored
+            if self.backend.supports(plan, q, keys, values, pattern=pattern, sinks=sinks):
+                return self.backend.attend(plan, q, keys, values, scaling=scaling, pattern=pattern, softcap=softcap)
         for s in plan.segments:
-            run = _write(s, keys, values, k, v)
+            keys, values = self._decoded(layer, [s.read(part) for part in stored])
             outputs.append(
                 attend_segment(
                     s,
                     q[s.first_row : s.first_row + s.num_rows],
-                    keys[run],
-                    values[run],
+                    keys,
+                    values,
                     scaling=scaling,
                     pattern=pattern,
                     softcap=softcap,
@@ -326,42 +372,20 @@ class KVCache:
         Returns:
             Keys [N, h, D] and values [N, h, E], N the sum of the segments' `kv_len`.
         """
-        keys, values = self._storage(layer, k, v)
-        runs = [_write(s, keys, values, k, v) for s in plan.segments]
+        stored = self._write(plan, layer, k, v)
+        runs = [self._decoded(layer, [s.read(part) for part in stored]) for s in plan.segments]
         if len(runs) == 1:
-            return keys[runs[0]], values[runs[0]]
-        return torch.cat([keys[run] for run in runs]), torch.cat([values[run] for run in runs])
+            return runs[0]
+        return torch.cat([keys for keys, _ in runs]), torch.cat([values for _, values in runs])
 
-    def _storage(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        values = self._values.get(layer)  # grown last, so it tells for both
-        if values is None or values.shape[0] < self._pool.capacity:
-            self._grow(layer, k, v)
-        return self._keys[layer], self._values[layer]
-
-    def _grow(self, layer: int, k: Tensor, v: Tensor) -> None:
-        for store, rows in ((self._keys, k), (self._values, v)):
-            old = store.get(layer)
-            store[layer] = self._resized(rows[:0] if old is None else old, layer)
-
-    def _resized(self, old: Tensor, layer: int) -> Tensor:
-        """Return `old` [slots, h, width] with the pool's capacity. Growth is geometric: O(1) copies per slot."""
-        twice = 2 * int(old.shape[0])
-        slots = max(self._pool.capacity, min(twice, self._pool.max_slots or twice))
-        try:
-            new = torch.empty((slots, *old.shape[1:]), dtype=old.dtype, device=old.device)
-        except RuntimeError as error:  # torch's out-of-memory errors, CPU and CUDA
-            raise OutOfCacheError(
-                f"no memory for a KV cache of {slots} tokens (layer {layer}); lower max_new_tokens, run fewer prompts "
-                "at once or set kv_memory_bytes"
-            ) from error
-        new[: old.shape[0]] = old
-        return new
-
-
-def _write(segment: PlannedSegment, keys: Tensor, values: Tensor, k: Tensor, v: Tensor) -> slice:
-    """Store one segment's rows of k and v; return the slots of its whole context."""
-    rows = slice(segment.first_row, segment.first_row + segment.num_rows)
-    slots = slice(segment.first_slot, segment.first_slot + segment.num_rows)
-    keys[slots] = k[rows]
-    values[slots] = v[rows]
-    return slice(segment.base, segment.base + segment.kv_len)
+    def _write(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Store the rows' keys and values; return the layer's tensors."""
+        rows = (k, v) if self.codec is None else self.codec.encode(layer, k, v)
+        stored = self._storage.parts.get(layer)
+        if stored is None:
+            stored = self._storage.add(layer, rows)
+            self._dtypes[layer] = k.dtype
+        for s in plan.segments:
+            for part, new in zip(stored, rows, strict=True):
+                s.write(part, new)
+        return stored

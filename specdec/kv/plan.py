@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,35 +17,66 @@ class MaskPattern:
     """Which earlier positions a layer may see, beyond causality and the tree: a window, a chunk.
 
     `key` names the pattern within one forward; `allow` decides by absolute positions, so siblings of a tree,
-    which share a position, are treated alike.
+    which share a position, are treated alike. `local_size` is the size of the window or chunk, where it is known.
     """
 
     key: Hashable
     allow: AllowFunction
+    local_size: int | None = None
 
 
 def sliding_window(size: int) -> MaskPattern:
     """Return the pattern of a window: a token sees itself and the `size - 1` positions before it."""
-    return MaskPattern(("window", size), lambda query, key: key > query - size)
+    return MaskPattern(("window", size), lambda query, key: key > query - size, size)
+
+
+# A read of at most so many pieces is a concatenation of slices; more are gathered by index.
+_MOST_SLICES = 8
+
+
+def read(stored: Tensor, pieces: Sequence[slice], indices: dict[torch.device, Tensor] | None = None) -> Tensor:
+    """Return the rows of `stored` [slots, ...] in `pieces`, in order: a view where they are one run.
+
+    `indices` keeps what many pieces come to, per device, for the next tensor that is read alike.
+    """
+    if len(pieces) == 1:
+        return stored[pieces[0]]
+    if len(pieces) <= _MOST_SLICES:
+        return torch.cat([stored[piece] for piece in pieces])
+    indices = {} if indices is None else indices
+    if stored.device not in indices:
+        indices[stored.device] = torch.cat([torch.arange(p.start, p.stop, device=stored.device) for p in pieces])
+    return stored.index_select(0, indices[stored.device])
 
 
 @dataclass(slots=True)
 class PlannedSegment:
-    """One request's rows. Its keys and values live in slots [base, base + kv_len), in order."""
+    """One request's rows, and where its keys and values live: in few contiguous pieces, mostly one."""
 
     request_id: int
     first_row: int
     num_rows: int
-    base: int  # slot of the request's position 0
+    pieces: Sequence[slice]  # slots of positions and rows 0 .. kv_len - 1, in order
+    targets: Sequence[slice]  # slots of the segment's own rows, the last of them
+    block_table: Sequence[int]  # the request's blocks, for kernels that page by themselves
     kv_len: int  # committed tokens + reservation rows up to and including this segment
     kv_positions: Tensor | None  # [kv_len] int64; None = 0 .. kv_len - 1 (no tree in the reservation)
     visible: Tensor | None  # [num_rows, kv_len] bool, ancestors only; None = causal in slot order
     positions: Tensor  # [num_rows] int64
     _masks: dict[Hashable, Tensor | None] = field(default_factory=dict)
+    _indices: dict[torch.device, Tensor] = field(default_factory=dict)
 
-    @property
-    def first_slot(self) -> int:
-        return self.base + self.kv_len - self.num_rows
+    def write(self, stored: Tensor, rows: Tensor) -> None:
+        """Put the segment's own of `rows` [T, ...] into `stored` [slots, ...]."""
+        first = self.first_row
+        for target in self.targets:
+            stop = first + target.stop - target.start
+            stored[target] = rows[first:stop]
+            first = stop
+
+    def read(self, stored: Tensor) -> Tensor:
+        """Return the request's rows [kv_len, ...] of `stored` [slots, ...]."""
+        return read(stored, self.pieces, self._indices)
 
     @property
     def whole_causal(self) -> bool:
@@ -95,6 +127,7 @@ class StepPlan:
 
     segments: list[PlannedSegment]
     positions: Tensor  # [T] int64
+    derived: dict[Hashable, Any] = field(default_factory=dict)  # by attention kernels, once for all layers
 
     @property
     def num_rows(self) -> int:

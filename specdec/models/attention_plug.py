@@ -76,7 +76,7 @@ def _mask(
             result: Tensor = mask_function(zero, zero, query, key)
             return result
 
-        pattern = MaskPattern(len(step.patterns), allow)
+        pattern = MaskPattern(len(step.patterns), allow, local_size)
     step.patterns.append(pattern)
     # The pattern's number is the size of the batch dimension: Accelerate may move or copy a mask between devices, and
     # reading its values would make the CPU wait.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import psutil
@@ -14,13 +14,16 @@ from torch import nn
 
 from specdec.errors import ConfigError, ModelOutputError, UnsupportedModelError
 from specdec.interfaces import Segment
-from specdec.kv.cache import KVCache
+from specdec.kv.cache import BLOCK_TOKENS, KVCache
+from specdec.kv.codecs import codec_of
 from specdec.models import lean
+from specdec.models.byte_size import num_bytes_of
 from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
 from specdec.models.compatibility import max_positions, refuse_unsupported
 from specdec.models.conformance import LEAN_TOLERANCE, SHORT, Reference, compare, conforms, take_reference
 from specdec.models.hosted import base_forward
 from specdec.models.hosting import host, refuse_difference
+from specdec.models.kv_smoothing import kv_codec
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables, is_plain_linear
 from specdec.models.probe import Compatibility
 from specdec.models.runner import ModelRunner, Program
@@ -41,15 +44,19 @@ class RunnerConfig:
     kernels: str = "auto"  # "auto": measured per row count on CPU; "off": torch's default everywhere
     lean: bool = True  # allow the hand-written forward for Llama-like models on CPU
     prepack_limit_bytes: int | None = None  # extra memory for reordered weights; None = a quarter of the RAM if free
-    kv_memory_bytes: int | None = None  # bound on the KV cache; None = as much as is asked for
+    kv_memory_bytes: int | str | None = None  # bound on the KV cache, "2GiB" or bytes; None = as much as is asked for
+    kv_dtype: str | None = None  # "int8" or "int4": how keys and values are stored; None = as the model computes them
+    kv_block_tokens: int | None = None  # slots per block of the KV cache; None = 16
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "off"):
             raise ConfigError(f"kernels={self.kernels!r}; allowed: 'auto', 'off'")
         for name in ("prepack_limit_bytes", "kv_memory_bytes"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
-                raise ConfigError(f"{name}={value!r}; allowed: a number of bytes, an integer >= 0, or None")
+            object.__setattr__(self, name, num_bytes_of(name, getattr(self, name)))
+        codec_of(self.kv_dtype)  # an unknown name is refused before anything is loaded
+        size = self.kv_block_tokens
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(f"kv_block_tokens={size!r}; allowed: an integer >= 1 or None")
         if not isinstance(self.lean, bool):
             raise ConfigError(f"lean={self.lean!r}; allowed: True, False")
 
@@ -61,11 +68,16 @@ _BUILDING = threading.Lock()
 _MODEL_ERRORS = (RuntimeError, TypeError, AttributeError, IndexError, KeyError)
 
 
-def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
+def runner_for(model: Any, config: RunnerConfig = RunnerConfig(), tokenizer: Any | None = None) -> ModelRunner:
     """Return the runner of a model, built once per model object and rebuilt when the model changes.
 
     It holds the program, clone and reordered weights, which threads may share; an engine works on a runner
-    `with_own_cache` of it.
+    `with_own_cache` of it. What differs in the KV cache only shares them.
+
+    Args:
+        model: a transformers model.
+        config: how it is run.
+        tokenizer: lets a quantised KV cache calibrate on text.
 
     Raises:
         UnsupportedModelError: the model has a feature the engine cannot run exactly.
@@ -74,8 +86,11 @@ def runner_for(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner
     with _BUILDING:
         now = fingerprint(model)
         kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
+        plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None)
+        if plain not in kept:
+            kept[plain] = (now, build_runner(model, plain))
         if config not in kept:
-            kept[config] = (now, build_runner(model, config))
+            kept[config] = (now, _with_cache(kept[plain][1], config, tokenizer))
         _RUNNERS[model] = kept
         return kept[config][1]
 
@@ -108,7 +123,7 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
         raise UnsupportedModelError(f"{name} does not run over specdec's KV cache: {error}") from error
     runner = ModelRunner(
         program,
-        KVCache(max_bytes=config.kv_memory_bytes),
+        KVCache(),
         config=clone.config,
         device=device,
         vocab_size=reference.vocab_size,
@@ -117,8 +132,20 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
         extra_weight_bytes=extra,
         model=clone,
     )
-    _size_cache(runner)
-    return runner
+    return _with_cache(runner, config, None)
+
+
+def _with_cache(runner: ModelRunner, config: RunnerConfig, tokenizer: Any | None) -> ModelRunner:
+    """Return a runner of the same program over the KV cache that a config describes."""
+    other = runner.with_own_cache()
+    assert not isinstance(config.kv_memory_bytes, str), "texts became numbers"
+    other.cache = KVCache(
+        max_bytes=config.kv_memory_bytes,
+        block_tokens=config.kv_block_tokens or BLOCK_TOKENS,
+        codec=None if config.kv_dtype is None else kv_codec(config.kv_dtype, runner, tokenizer),
+    )
+    _size_cache(other)
+    return other
 
 
 def _size_cache(runner: ModelRunner) -> None:

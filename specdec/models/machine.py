@@ -16,6 +16,7 @@ from specdec.models.runner import ModelRunner
 
 _BYTES = 512 * 2**20  # far beyond any last-level cache
 _REQUEST_ID = -2
+_CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,21 +34,23 @@ def _wait(device: torch.device) -> None:
         torch.accelerator.synchronize(device)
 
 
-def _best_s(call: Callable[[], object], repeats: int = 7) -> float:
+def _best_s(call: Callable[[], object], repeats: int = 7, device: torch.device = _CPU) -> float:
     """Return the shortest of several timings: what a machine can do is hidden by noise, never exceeded by it."""
     call()
     times = []
     for _ in range(repeats):
+        _wait(device)
         start = time.perf_counter()
         call()
+        _wait(device)
         times.append(time.perf_counter() - start)
     return min(times)
 
 
-def read_bandwidth_bytes_per_s() -> float:
-    """Return the fastest of three ways to read 512 MiB once on the CPU: a sum, an integer sum, a one-row product."""
+def read_bandwidth_bytes_per_s(device: torch.device = _CPU) -> float:
+    """Return the fastest of three ways to read 512 MiB once: a sum, an integer sum and, on CPUs, a one-row product."""
     # A generator of its own: what a caller samples must not depend on a measurement.
-    values = torch.randn(_BYTES // 4, generator=torch.Generator().manual_seed(0))
+    values = torch.randn(_BYTES // 4, generator=torch.Generator().manual_seed(0)).to(device)
     calls: list[Callable[[], object]] = [
         values.sum,
         lambda: values.view(torch.int32).sum(dtype=torch.int32),
@@ -57,7 +60,24 @@ def read_bandwidth_bytes_per_s() -> float:
             packed = [prepack(part.view(-1, 1024)) for part in values.chunk(8)]
             row = values[:1024].view(1, 1024)
             calls.append(lambda: [prepacked_linear(row, p, None) for p in packed])
-        return _BYTES / min(_best_s(call) for call in calls)
+        return _BYTES / min(_best_s(call, device=device) for call in calls)
+
+
+def matmul_flops_per_s(dtype: torch.dtype, device: torch.device = _CPU) -> float:
+    """Return the best FLOP/s of square products, and on CPUs of the prepacked ones that a runner uses.
+
+    Raises:
+        RuntimeError: the device has no products in `dtype`.
+    """
+    size = 1024 if device.type == "cpu" else 8192
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(size, size, generator=generator).to(device, dtype) for _ in range(2))
+    calls: list[Callable[[], object]] = [lambda: left @ right]
+    with torch.inference_mode():
+        if can_prepack(right):
+            packed = prepack(right)
+            calls.append(lambda: prepacked_linear(left, packed, None))
+        return 2 * size**3 / min(_best_s(call, device=device) for call in calls)
 
 
 def weight_bytes_per_step(model: Any) -> int:

@@ -103,7 +103,15 @@ class ModelRunner:
 
     def with_own_cache(self) -> ModelRunner:
         """Return a runner of the same program over a new, empty cache."""
-        cache = KVCache(max_bytes=self.cache.max_bytes, bytes_per_token=self.cache.bytes_per_token)
+        of = self.cache
+        cache = KVCache(
+            max_bytes=of.max_bytes,
+            bytes_per_token=of.bytes_per_token,
+            block_tokens=of.block_tokens,
+            codec=of.codec,
+            prefix_caching=of.prefix_caching,
+            backend=of.backend,
+        )
         other = self._other(self.program, cache, self.extra_weight_bytes)
         other.loaded = self.loaded
         return other

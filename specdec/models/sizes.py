@@ -27,11 +27,32 @@ def weight_sizes(config: Any, model_class: Any, dtype: torch.dtype) -> WeightSiz
     Raises:
         Exception: whatever the model's code raises.
     """
+    return sizes_of(_without_weights(config, model_class, dtype))
+
+
+def named_parameters(fields: dict[str, Any]) -> list[tuple[str, int]]:
+    """Return (name, number of weights) of the parameters of the causal LM of a config.json, tied ones once.
+
+    Raises:
+        Exception: whatever transformers and the model's code raise.
+    """
+    from transformers import AutoConfig
+
+    from specdec.models.described import describe
+
+    config = AutoConfig.for_model(**fields)
+    found = describe(config)
+    if found.model_class is None:
+        raise ValueError(f"transformers has no causal language model for {found.architecture}")
+    model = _without_weights(found.config, found.model_class, torch.bfloat16)
+    return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
+
+
+def _without_weights(config: Any, model_class: Any, dtype: torch.dtype) -> Any:
     if not isinstance(config, model_class.config_class):
         config = config.get_text_config()
     with quiet(), torch.device("meta"):
-        model = model_class._from_config(config, dtype=dtype)
-    return sizes_of(model)
+        return model_class._from_config(config, dtype=dtype)
 
 
 def sizes_of(model: Any) -> WeightSizes:

@@ -32,7 +32,7 @@ _SLOW_S, _VERY_SLOW_S = 0.2, 1.0  # forwards of one row from which on less is ti
 # Says where a checkpoint came from, not what its forward costs.
 _NAMES = ("_name_or_path", "transformers_version", "architectures")
 
-_KNOWN: weakref.WeakKeyDictionary[Program, dict[int, StepTimes]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Program, dict[tuple[int, str | None], StepTimes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +87,15 @@ def smooth(seconds: Sequence[float]) -> tuple[float, ...]:
 
 def step_times(runner: ModelRunner) -> StepTimes:
     """Return t(M) of a runner's program: from memory, from the cache directory, or timed now, which takes seconds."""
-    threads = torch.get_num_threads()
+    key = (torch.get_num_threads(), _kv_dtype(runner))
     known = _KNOWN.setdefault(runner.program, {})
-    if threads not in known:
-        known[threads] = _kept_or_measured(runner)
-    return known[threads]
+    if key not in known:
+        known[key] = _kept_or_measured(runner)
+    return known[key]
+
+
+def _kv_dtype(runner: ModelRunner) -> str | None:
+    return None if runner.cache.codec is None else runner.cache.codec.name
 
 
 def identity(runner: ModelRunner) -> dict[str, Any]:
@@ -113,6 +117,7 @@ def identity(runner: ModelRunner) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "rows": [*ROWS],
+        **({} if _kv_dtype(runner) is None else {"kv_dtype": _kv_dtype(runner)}),
     }
 
 

@@ -295,7 +295,7 @@ def test_a_broken_cache_is_told_from_a_wrong_rule(monkeypatch: pytest.MonkeyPatc
         sequence = self._sequences[request_id]
         if len(kept) == 3 < sequence.context_len:  # not the prompt of three tokens
             for layer in self.layers:
-                self._keys[layer][sequence.start + sequence.context_len - 1] = 0.0
+                self._storage.parts[layer][0][sequence.slot(sequence.context_len - 1)] = 0.0
 
     monkeypatch.setattr(KVCache, "commit", damage)
     report = of(model_of(named("llama")))

@@ -12,7 +12,7 @@ from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
 
 from specdec import LLM, ConfigError
-from specdec.eval import lossless, rollback, speedup
+from specdec.eval import kv_error, lossless, rollback, speedup
 from specdec.eval.prompts import load_texts
 from specdec.eval.ratios import bootstrap_interval
 from specdec.eval.ratios import speedup as ratio_of
@@ -113,6 +113,26 @@ def test_lossless_end_to_end(tiny: Path) -> None:
     assert [c["identical"] for c in result["checks"]] == [2] * 8
     assert lossless.show(result)
     json.dumps(result)
+
+
+def test_kv_error_end_to_end(tiny: Path) -> None:
+    """Fewer bits are worse, and the exit code says whether the bound holds."""
+    found = {}
+    for dtype in ("int8", "int4"):
+        overrides = (f"kv_dtype={dtype}", "max_new_tokens=8", "most_kl=1e-3")
+        result = found[dtype] = kv_error.measure(config("kv_error", tiny, *overrides))
+        assert result["num_tokens"] > 16
+        assert 0 < result["mean_kl"] <= result["max_kl"]
+        assert 0 < result["top1_agreement"] <= 1
+        json.dumps(result)
+    assert 10 * found["int8"]["mean_kl"] < found["int4"]["mean_kl"]
+    assert kv_error.show({**found["int8"], "mean_kl": 9e-4})
+    assert not kv_error.show({**found["int8"], "mean_kl": 2e-3})
+    assert found["int4"]["share_of_bytes"] < found["int8"]["share_of_bytes"] < 0.3
+    with pytest.raises(ConfigError, match="kv_dtype='fp3'"):
+        kv_error.measure(config("kv_error", tiny, "kv_dtype=fp3"))
+    with pytest.raises(ConfigError, match="both sides"):
+        kv_error.measure(config("kv_error", tiny, "+engine.kv_dtype=int8"))
 
 
 def test_a_wrong_token_is_no_near_tie(tiny: Path) -> None:

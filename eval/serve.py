@@ -1,0 +1,161 @@
+"""Requests that arrive over time against an engine in this process: latency, goodput and memory under a load.
+
+    python -m specdec.eval.serve load.rate=2 load.num_requests=100 drafter=self_int8
+    python -m specdec.eval.serve load.rate=4 load.duration_s=1800 load.abort_share=0.2 +engine.max_waiting=64
+
+`specdec bench serve` does the same. Exit code 0, or 1 if the KV cache's books were wrong, 2 = bad input.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import hydra
+from hydra.core.config_store import ConfigStore
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+
+from specdec import Engine
+from specdec.eval.entry import run_and_write
+from specdec.eval.load import Load, LoadConfig, Moment, Run
+from specdec.eval.outcomes import summarise
+from specdec.eval.prompts import encode, load_texts
+from specdec.eval.serve_plot import plot_serve
+from specdec.eval.serve_report import notes, tables
+from specdec.provenance import provenance
+from specdec.stats import EngineStats
+
+console = Console()
+_MOST_GAPS = 20_000  # in a result: evenly taken of all, for the picture
+_WARM_UP_TOKENS = 8
+
+# The defaults stand in LoadConfig alone.
+ConfigStore.instance().store(group="load", name="default", node={f.name: f.default for f in fields(LoadConfig)})
+
+
+def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) -> dict[str, Any]:
+    """Run a load on an engine that has nothing else to do and return everything that was measured.
+
+    Args:
+        engine: with at most `max_waiting` requests in its queue; more are refused and counted.
+        prompts: token ids of each.
+        load: what is asked.
+
+    Raises:
+        ConfigError: a burst has no number of requests.
+        InputError: there are no prompts.
+    """
+    arriving = load.arriving(prompts)
+    _warm_up(engine, prompts[0])
+    before = engine.metrics().engine
+    run = Load(engine, load).run(arriving)
+    stats = engine.metrics().engine
+    outcomes = run.outcomes
+    gaps = [gap for o in outcomes for gap in o.gaps_s]
+    summary = summarise(outcomes, run.wall_s, load.slo_ttft_s, load.slo_tpot_s)
+    core = engine.llm.engine
+    return {
+        "model": str(getattr(engine.llm.model.config, "name_or_path", "") or type(engine.llm.model).__name__),
+        "drafter": core.drafter.name,
+        "lossless": core.verifiers.sampled.lossless,
+        "engine": asdict(core.config),
+        "load": asdict(load),
+        "wall_s": run.wall_s,
+        "is_interrupted": run.is_interrupted,
+        "fault": run.fault,
+        "num_checks": run.num_checks,
+        "phases": _phases(before, stats),
+        "num_steps": stats.num_steps - before.num_steps,
+        **summary,
+        "kv": _kv(run, engine.kv_usage()),
+        "rss_bytes": _memory(run.timeline),
+        "timeline": [asdict(moment) for moment in run.timeline],
+        "gaps_s": gaps[:: len(gaps) // _MOST_GAPS + 1],
+        "requests": [outcome.as_dict() for outcome in outcomes],
+    }
+
+
+def _warm_up(engine: Engine, prompt: Sequence[int]) -> None:
+    """Let kernels be chosen and memory be taken before anything is timed."""
+    backwards = list(reversed(prompt))  # no prompt of the load begins like it
+    engine.add_request(backwards, max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+    while engine.has_unfinished:
+        engine.step()
+
+
+def _phases(before: EngineStats, after: EngineStats) -> dict[str, dict[str, float | None]]:
+    """Return tokens and wall time of the two phases; steps that did both are split by rows."""
+    found: dict[str, dict[str, float | None]] = {}
+    for phase in ("prefill", "decode"):
+        tokens = getattr(after, f"num_{phase}_tokens") - getattr(before, f"num_{phase}_tokens")
+        seconds = getattr(after, f"{phase}_s") - getattr(before, f"{phase}_s")
+        found[phase] = {
+            "num_tokens": tokens,
+            "seconds": seconds,
+            "tokens_per_s": tokens / seconds if seconds else None,
+        }
+    return found
+
+
+def _kv(run: Run, at_end: dict[str, float]) -> dict[str, Any]:
+    used = [moment.kv_used for moment in run.timeline]
+    return {
+        "most_used": max(used, default=None),
+        "mean_used": fmean(used) if used else None,
+        "num_left": at_end.get("num_used", 0),  # blocks that somebody holds after everybody has gone: none
+        "at_end": at_end,
+    }
+
+
+def _memory(timeline: Sequence[Moment]) -> dict[str, int]:
+    """Return the process's resident memory on the way; `timeline` is evenly spread and has at least one moment."""
+    rss = [moment.rss_bytes for moment in timeline] or [0]
+    return {"start": rss[0], "middle": rss[len(rss) // 2], "end": rss[-1], "peak": max(rss)}
+
+
+def measure(config: Any) -> dict[str, Any]:
+    """Build the engine a config describes, load it and return what was measured."""
+    load = LoadConfig(**OmegaConf.to_container(config.load, resolve=True))
+    engine = Engine(
+        config.target.name,
+        dtype=config.target.dtype,
+        drafter=config.drafter.name,
+        drafter_options=OmegaConf.to_container(config.drafter.options, resolve=True),
+        verifier=config.verifier.name,
+        **(OmegaConf.to_container(config.engine, resolve=True) or {}),
+    )
+    texts, _ = load_texts(config.prompts)
+    found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load)
+    return {"config": OmegaConf.to_container(config, resolve=True), "provenance": provenance(), **found}
+
+
+def show(result: dict[str, Any], to: Console = console) -> bool:
+    """Print the tables of a result; return whether the KV cache's books were right."""
+    for table in tables(result):
+        to.print(table)
+    for note in notes(result):
+        to.print(note, highlight=False, style="dim")
+    return result["fault"] is None
+
+
+@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="serve")
+def main(config: DictConfig) -> None:
+    """Measure, print, draw, write; the exit code tells whether the KV cache's books were right."""
+
+    def show_and_draw(result: dict[str, Any]) -> bool:
+        good = show(result)
+        path = Path(config.plot or Path(HydraConfig.get().runtime.output_dir) / "serve.png")
+        console.print(f"drawn to {plot_serve(result, path)}", highlight=False)
+        return good
+
+    sys.exit(0 if run_and_write(config, "serve", measure, show_and_draw) else 1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Amounts of memory as users write them."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from specdec.errors import ConfigError
+
+_UNITS = {"": 1, "B": 1} | {f"{p}{b}B": u**i for b, u in (("", 1000), ("i", 1024)) for i, p in enumerate("KMGT", 1)}
+_FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
+
+
+def num_bytes_of(name: str, value: Any) -> int | None:
+    """Return a number of bytes from an integer or a text such as "2GiB"; None stays None.
+
+    Raises:
+        ConfigError: it is neither; `name` is the option that is named.
+    """
+    if value is None or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    found = _FORM.fullmatch(value) if isinstance(value, str) else None
+    unit = None if found is None else next((u for u in _UNITS if u.lower() == found[2].lower()), None)
+    if found is None or unit is None:
+        raise ConfigError(
+            f"{name}={value!r}; allowed: a number of bytes, an integer >= 0, a text such as '2GiB' or '500MB', or None"
+        )
+    return int(float(found[1]) * _UNITS[unit])

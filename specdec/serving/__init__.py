@@ -1,0 +1,1 @@
+"""One engine for many callers: requests come and go while others run."""

@@ -1,0 +1,96 @@
+"""What a serving engine measures of its requests: the two phases apart, as percentiles over finished requests."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from specdec.stats import EngineStats, RequestStats, total
+
+PERCENTILES = (50, 90, 99)
+_MOST_KEPT = 4096  # finished requests that percentiles are taken over: the latest
+
+
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """Return a percentile, linear between neighbours; None of nothing."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * percent / 100
+    low = int(place)
+    high = min(low + 1, len(ordered) - 1)
+    return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
+
+
+def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
+    """Return {"p50": ..., "p90": ..., "p99": ...} of the values that are not None."""
+    known = [v for v in values if v is not None]
+    return {f"p{p}": percentile(known, p) for p in PERCENTILES}
+
+
+@dataclass(frozen=True, slots=True)
+class Metrics:
+    """A moment of a serving engine. Times in seconds; definitions as of `RequestStats` and `EngineStats`."""
+
+    num_running: int
+    num_waiting: int
+    num_finished: int
+    num_aborted: int
+    num_failed: int  # ended by an exception of their own processor or criterion
+    engine: EngineStats
+    kv: dict[str, float]  # see `KVCache.usage`
+    acceptance_rate: float | None
+    acceptance_length: float | None
+    queue_s: dict[str, float | None]
+    ttft_s: dict[str, float | None]
+    tpot_s: dict[str, float | None]
+    itl_s: dict[str, float | None]
+    prefill_tokens_per_s: float | None
+    decode_tokens_per_s: float | None
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return it as JSON takes it."""
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Finished:
+    """The latest finished requests and how many there were of each kind."""
+
+    kept: deque[RequestStats] = field(default_factory=lambda: deque(maxlen=_MOST_KEPT))
+    num_finished: int = 0
+    num_aborted: int = 0
+    num_failed: int = 0
+
+    def add(self, stats: RequestStats, reason: str | None) -> None:
+        """Count a request that is over."""
+        if reason == "abort":
+            self.num_aborted += 1
+        elif reason == "error":
+            self.num_failed += 1
+        else:
+            self.num_finished += 1
+            self.kept.append(stats)
+
+    def metrics(self, engine: EngineStats, kv: dict[str, float], num_running: int, num_waiting: int) -> Metrics:
+        """Return the moment's figures."""
+        whole = total(self.kept)
+        return Metrics(
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_finished=self.num_finished,
+            num_aborted=self.num_aborted,
+            num_failed=self.num_failed,
+            engine=engine,
+            kv=kv,
+            acceptance_rate=whole.acceptance_rate,
+            acceptance_length=whole.acceptance_length,
+            queue_s=percentiles(s.queue_s for s in self.kept),
+            ttft_s=percentiles(s.ttft_s for s in self.kept),
+            tpot_s=percentiles(s.tpot_s for s in self.kept),
+            itl_s=percentiles(gap for s in self.kept for gap in s.itl_s),
+            prefill_tokens_per_s=engine.prefill_tokens_per_s,
+            decode_tokens_per_s=engine.decode_tokens_per_s,
+        )
