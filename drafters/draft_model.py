@@ -80,6 +80,7 @@ class DraftModelDrafter:
         sampled: bool = False,
     ) -> None:
         self._runner, self._vocab_size, self._vocabulary = runner, vocab_size, vocabulary
+        self.own_cache = runner.cache  # shares the target's memory limit
         self._draft_ids = None if vocabulary.target_ids is None else vocabulary.target_ids.to(runner.device)
         self.weight_bytes = sum(p.numel() * p.element_size() for p in runner.model.parameters())
         self.max_position: int | None = runner.max_positions

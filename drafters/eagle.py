@@ -56,6 +56,7 @@ class EagleDrafter:
     ) -> None:
         assert isinstance(head.module, EagleHead), "an EAGLE drafter runs an EAGLE head"
         self._module, self._cache, self._vocab_size = head.module, cache, vocab_size
+        self.own_cache = cache  # shares the target's memory limit
         self._device = next(head.module.parameters()).device
         self._draft_ids = None if head.vocabulary.is_whole else head.vocabulary.target_ids.to(self._device)
         self._shape, self._sampled = shape, sampled
@@ -92,7 +93,9 @@ class EagleDrafter:
         shape = tree_option(tree, sampled)
         if shape is not None:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
-        cache = KVCache(max_bytes=context.runner.cache.max_bytes)
+        config = head.module.config
+        per_layer = 2 * config.num_kv_heads * config.head_dim * context.runner.dtype.itemsize
+        cache = KVCache(bytes_per_token=config.num_layers * per_layer)
         drafter = cls(head, cache, context.vocab_size, shape, sampled)
         drafter.advised_draft_tokens = draft_tokens
         return drafter

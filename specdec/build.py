@@ -11,6 +11,7 @@ from specdec.engine import Engine, EngineConfig
 from specdec.errors import ConfigError
 from specdec.heads.loading import kind_of, names_head
 from specdec.interfaces import Drafter, DrafterContext, Verifier
+from specdec.kv.cache import KVCache
 from specdec.models.build import RunnerConfig
 from specdec.models.loading import load_model
 from specdec.models.runner import ModelRunner
@@ -18,7 +19,7 @@ from specdec.models.step_times import step_times
 from specdec.registry import DRAFTERS, VERIFIERS, check_options, refuse_unknown
 from specdec.trace import trace_from_environment
 
-OWN_FIELDS = frozenset(f.name for config in (EngineConfig, RunnerConfig) for f in fields(config))
+OWN_FIELDS = frozenset(f.name for config in (EngineConfig, RunnerConfig) for f in fields(config)) | {"kv_memory"}
 
 
 def split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]:
@@ -117,6 +118,7 @@ def build_engine(
     """
     runner.cache.prefix_caching = config.prefix_caching  # before the drafter, whose own cache does the same
     built = build_drafter(drafter, runner, tokenizer, drafter_options)
+    _share_memory(runner.cache, getattr(built, "own_cache", None))
     config = config.for_drafter(built)
     length = build_draft_length(
         config.draft_length,
@@ -125,3 +127,13 @@ def build_engine(
     )
     trace = trace_from_environment(runner, built, verifiers, config, tokenizer)
     return Engine(runner, built, verifiers, config, length, trace)
+
+
+def _share_memory(target: KVCache, drafter: KVCache | None) -> None:
+    """Divide the memory limit between a target's cache and its drafter's own, so that both hold as many tokens."""
+    if target.max_bytes is None or drafter is None:
+        return
+    both = target.bytes_per_token + drafter.bytes_per_token
+    if both:
+        drafter.max_bytes = target.max_bytes * drafter.bytes_per_token // both
+        target.max_bytes -= drafter.max_bytes

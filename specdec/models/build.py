@@ -16,12 +16,14 @@ from specdec.errors import ConfigError, ModelOutputError, UnsupportedModelError
 from specdec.interfaces import Segment
 from specdec.kv.cache import BLOCK_TOKENS, KVCache
 from specdec.kv.codecs import codec_of
+from specdec.kv.flash import PAGE_TOKENS, choose_attention
 from specdec.models import lean
 from specdec.models.byte_size import num_bytes_of
 from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
 from specdec.models.compatibility import max_positions, refuse_unsupported
 from specdec.models.conformance import LEAN_TOLERANCE, SHORT, Reference, compare, conforms, take_reference
 from specdec.models.hosted import base_forward
+from specdec.models.hosted_mask import MaskedProgram
 from specdec.models.hosting import host, refuse_difference
 from specdec.models.kv_smoothing import kv_codec
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables, is_plain_linear
@@ -46,7 +48,8 @@ class RunnerConfig:
     prepack_limit_bytes: int | None = None  # extra memory for reordered weights; None = a quarter of the RAM if free
     kv_memory_bytes: int | str | None = None  # bound on the KV cache, "2GiB" or bytes; None = as much as is asked for
     kv_dtype: str | None = None  # "int8" or "int4": how keys and values are stored; None = as the model computes them
-    kv_block_tokens: int | None = None  # slots per block of the KV cache; None = 16
+    kv_block_tokens: int | None = None  # slots per block of the KV cache; None = 16, or 256 where flash-attn runs
+    attention: str = "auto"  # "auto": flash-attn where it can run, see docs/gpu.md; "sdpa": torch's everywhere
 
     def __post_init__(self) -> None:
         if self.kernels not in ("auto", "off"):
@@ -57,6 +60,8 @@ class RunnerConfig:
         size = self.kv_block_tokens
         if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
             raise ConfigError(f"kv_block_tokens={size!r}; allowed: an integer >= 1 or None")
+        if self.attention not in ("auto", "sdpa"):
+            raise ConfigError(f"attention={self.attention!r}; allowed: 'auto', 'sdpa'")
         if not isinstance(self.lean, bool):
             raise ConfigError(f"lean={self.lean!r}; allowed: True, False")
 
@@ -86,7 +91,7 @@ def runner_for(model: Any, config: RunnerConfig = RunnerConfig(), tokenizer: Any
     with _BUILDING:
         now = fingerprint(model)
         kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
-        plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None)
+        plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None, attention="auto")
         if plain not in kept:
             kept[plain] = (now, build_runner(model, plain))
         if config not in kept:
@@ -139,12 +144,24 @@ def _with_cache(runner: ModelRunner, config: RunnerConfig, tokenizer: Any | None
     """Return a runner of the same program over the KV cache that a config describes."""
     other = runner.with_own_cache()
     assert not isinstance(config.kv_memory_bytes, str), "texts became numbers"
+    codec = None if config.kv_dtype is None else kv_codec(config.kv_dtype, runner, tokenizer)
+    backend = None
+    if codec is None and not isinstance(runner.program, MaskedProgram):  # which attends by itself
+        backend = choose_attention(runner.device, runner.dtype, config.attention, config.kv_block_tokens).backend
+    usual = BLOCK_TOKENS if backend is None else PAGE_TOKENS
     other.cache = KVCache(
         max_bytes=config.kv_memory_bytes,
-        block_tokens=config.kv_block_tokens or BLOCK_TOKENS,
-        codec=None if config.kv_dtype is None else kv_codec(config.kv_dtype, runner, tokenizer),
+        block_tokens=config.kv_block_tokens or usual,
+        codec=codec,
+        backend=backend,
     )
-    _size_cache(other)
+    try:
+        _size_cache(other)
+    except RuntimeError as error:  # a build without kernels for this GPU, above all
+        if backend is None:
+            raise
+        log.warning("attention: SDPA; flash-attn %s fails on this device: %s", backend.version, error)
+        return _with_cache(runner, replace(config, attention="sdpa"), tokenizer)
     return other
 
 

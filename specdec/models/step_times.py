@@ -32,7 +32,7 @@ _SLOW_S, _VERY_SLOW_S = 0.2, 1.0  # forwards of one row from which on less is ti
 # Says where a checkpoint came from, not what its forward costs.
 _NAMES = ("_name_or_path", "transformers_version", "architectures")
 
-_KNOWN: weakref.WeakKeyDictionary[Program, dict[tuple[int, str | None], StepTimes]] = weakref.WeakKeyDictionary()
+_KNOWN: weakref.WeakKeyDictionary[Program, dict[tuple[int, str], StepTimes]] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,15 +87,18 @@ def smooth(seconds: Sequence[float]) -> tuple[float, ...]:
 
 def step_times(runner: ModelRunner) -> StepTimes:
     """Return t(M) of a runner's program: from memory, from the cache directory, or timed now, which takes seconds."""
-    key = (torch.get_num_threads(), _kv_dtype(runner))
+    key = (torch.get_num_threads(), str(_reading(runner)))
     known = _KNOWN.setdefault(runner.program, {})
     if key not in known:
         known[key] = _kept_or_measured(runner)
     return known[key]
 
 
-def _kv_dtype(runner: ModelRunner) -> str | None:
-    return None if runner.cache.codec is None else runner.cache.codec.name
+def _reading(runner: ModelRunner) -> dict[str, str]:
+    """Return how keys and values are read, where it is not as they are and by torch's attention."""
+    codec, backend = runner.cache.codec, runner.cache.backend
+    found = {} if codec is None else {"kv_dtype": codec.name}
+    return found if backend is None else {**found, "attention": f"flash-attn {backend.version}"}
 
 
 def identity(runner: ModelRunner) -> dict[str, Any]:
@@ -117,7 +120,7 @@ def identity(runner: ModelRunner) -> dict[str, Any]:
         "torch": torch.__version__,
         "transformers": transformers.__version__,
         "rows": [*ROWS],
-        **({} if _kv_dtype(runner) is None else {"kv_dtype": _kv_dtype(runner)}),
+        **_reading(runner),
     }
 
 
