@@ -7,7 +7,7 @@ from typing import Any
 
 from specdec.interfaces import DrafterContext
 
-TREE_TOKENS = 16  # draft tokens of an advised tree whose number is not advised
+TREE_TOKENS = 16  # draft tokens of a tree that nobody gave a number of
 
 
 def advised_shape(
@@ -28,4 +28,4 @@ def advised_shape(
         return tree, settings.get("max_draft_tokens")
     if not context.runner.supports_trees:
         return "chain", None
-    return tree, settings.get("max_draft_tokens", TREE_TOKENS if "tree" in settings else None)
+    return tree, settings.get("max_draft_tokens", TREE_TOKENS)

@@ -27,6 +27,7 @@ from specdec.interfaces import (
     empty_tree,
 )
 from specdec.models.build import RunnerConfig, runner_for
+from specdec.models.machine import weight_bytes_beside
 from specdec.models.runner import ModelRunner
 from specdec.models.vocabulary import (
     SharedTokens,
@@ -82,7 +83,7 @@ class DraftModelDrafter:
         self._runner, self._vocab_size, self._vocabulary = runner, vocab_size, vocabulary
         self.own_cache = runner.cache  # shares the target's memory limit
         self._draft_ids = None if vocabulary.target_ids is None else vocabulary.target_ids.to(runner.device)
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in runner.model.parameters())
+        self.weight_bytes = 0  # beside the target's
         self.max_position: int | None = runner.max_positions
         self._history = RespelledHistory(vocabulary.spell)
         self._shape, self._sampled = shape, sampled
@@ -133,6 +134,7 @@ class DraftModelDrafter:
             fitting: Vocabulary = SomeTokens(None if tokens.is_whole else tokens.target_ids)
             drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
             drafter.advised_draft_tokens = draft_tokens
+            drafter.weight_bytes = weight_bytes_beside(context.runner.model, runner.model.parameters())
             return drafter
         if hasattr(model, "forward"):
             if dtype is not None:
@@ -153,7 +155,9 @@ class DraftModelDrafter:
         )
         if isinstance(fitting, SharedTokens) and vocabulary == "auto":
             report_intersection(summary(fitting))
-        return cls(runner, context.vocab_size, fitting, shape, sampled)
+        drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
+        drafter.weight_bytes = weight_bytes_beside(context.runner.model, runner.model.parameters())
+        return drafter
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
         requests = [self._within_reach(r) for r in requests]

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from specdec.drafters.growing_trees import Expand, GrowingTrees, Grown, likeliest
-from specdec.drafters.static_tree import MOST_NODES
-from specdec.errors import ConfigError
+from specdec.drafters.static_tree import MOST_NODES, check_sizes
 from specdec.interfaces import DraftRequest
-
-_ALLOWED = {"depth": (1, 64), "top_k": (1, 64), "total_tokens": (2, MOST_NODES + 1)}
 
 
 @dataclass(frozen=True)
@@ -27,18 +25,14 @@ class DynamicTree:
         ConfigError: a value is out of range.
     """
 
+    LIMITS: ClassVar = {"depth": (1, 64), "top_k": (1, 64), "total_tokens": (2, MOST_NODES + 1)}
+
     depth: int = 5
     top_k: int = 10
     total_tokens: int = 60
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (least, most) = getattr(self, field.name), _ALLOWED[field.name]
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(
-                    f"dynamic tree: {field.name}={value!r}; allowed: an integer from {least} to {most}"
-                    + (" (it counts the root: one more than the draft tokens)" if field.name == "total_tokens" else "")
-                )
+        check_sizes("dynamic tree", self)
 
     def num_nodes(self, max_draft_tokens: int) -> int:
         """Return the most draft tokens, root excluded, that a request with that limit gets."""

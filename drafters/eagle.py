@@ -28,6 +28,7 @@ from specdec.interfaces import (
     empty_tree,
 )
 from specdec.kv.cache import KVCache
+from specdec.models.machine import weight_bytes_beside
 
 _CHUNK_ROWS = 512  # run at once; so many rows may wait, each with the hidden states of a target's position
 _FIRST_RUN_ROWS = 256
@@ -64,7 +65,7 @@ class EagleDrafter:
         self.max_position: int | None = head.module.config.max_positions
         self.samples = shape is None or sampled
         self.advised_draft_tokens: int | None = None
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.module.parameters())
+        self.weight_bytes = 0  # beside the target's
         self._texts: dict[int, FeatureRows] = {}
         # What the head said after the newest row that was run: (rows up to and including it, [1, H]).
         self._newest: dict[int, tuple[int, Tensor]] = {}
@@ -98,6 +99,7 @@ class EagleDrafter:
         cache = KVCache(bytes_per_token=config.num_layers * per_layer)
         drafter = cls(head, cache, context.vocab_size, shape, sampled)
         drafter.advised_draft_tokens = draft_tokens
+        drafter.weight_bytes = weight_bytes_beside(context.runner.model, head.tensors)
         return drafter
 
     # ------------------------------------------------------------------ drafting

@@ -6,6 +6,7 @@ import os
 from typing import Any
 
 from specdec.errors import ConfigError, IncompatibleDrafterError
+from specdec.heads.checkpoint import find_folder, state_of
 from specdec.heads.eagle import EagleConfig
 from specdec.heads.loaded import LoadedHead
 from specdec.heads.loading import load_head
@@ -35,7 +36,7 @@ def given_head(name: str, context: DrafterContext, model: Any) -> LoadedHead:
         source = shipped_for(name, target) if model is None else model
         if source is None:
             raise no_shipped(name, target)
-        key = ("head", os.fspath(source))
+        key = ("head", os.fspath(source), state_of(find_folder(source)))
         if key not in context.runner.loaded:
             context.runner.loaded[key] = load_head(source, target)
         head = context.runner.loaded[key]

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from specdec.heads.checkpoint import find_folder, hub_config, is_hub_id, state_of
 from specdec.heads.draft_vocabulary import DraftVocabulary
 from specdec.heads.shipped_heads import SHIPPED, no_shipped, shipped_for, shipped_names
 from specdec.heads.small_model import KIND, advised_settings, is_small_model, load_small_model
@@ -26,8 +27,8 @@ def given_small_model(context: DrafterContext, model: Any) -> SmallModel | None:
 
     Args:
         context: of the target.
-        model: None = the one that ships for this target; a directory or the name of a shipped one; anything else is an
-            ordinary model.
+        model: None = the one that ships for this target; a directory, a hub id or the name of a shipped one; anything
+            else is an ordinary model.
 
     Raises:
         CheckpointError: it is damaged.
@@ -42,13 +43,23 @@ def given_small_model(context: DrafterContext, model: Any) -> SmallModel | None:
             raise no_shipped(KIND, target)
         folder = SHIPPED / name
     else:
-        folder = SHIPPED / model if model in shipped_names() else Path(model).expanduser()
-        if not is_small_model(folder):
+        found_in = _folder(model)
+        if found_in is None:
             return None
+        folder = found_in
         target = head_target(context.runner)
-    key = (KIND, str(folder))
+    key = (KIND, str(folder), state_of(folder))
     if key not in context.runner.loaded:
         small, vocabulary = load_small_model(folder, context.runner.model, target)
         context.runner.loaded[key] = SmallModel(small, vocabulary, advised_settings(folder))
     found: SmallModel = context.runner.loaded[key]
     return found
+
+
+def _folder(model: str | os.PathLike[str]) -> Path | None:
+    """Return the folder of the distilled draft model that `model` names, or None if it names something else."""
+    folder = SHIPPED / model if model in shipped_names() else Path(model).expanduser()
+    if not folder.exists() and is_hub_id(model):
+        config = hub_config(str(model))
+        return find_folder(model) if config is not None and is_small_model(config.parent) else None
+    return folder if is_small_model(folder) else None

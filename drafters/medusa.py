@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -13,14 +12,13 @@ from specdec.drafters.advised_shape import advised_shape
 from specdec.drafters.given_head import given_head
 from specdec.drafters.growing_trees import likeliest
 from specdec.drafters.rank_trees import FixedTree, Nodes, ProductTree
-from specdec.drafters.static_tree import ALLOWED, StaticTree, chain_of, refuse_trees_on_chains, static_tree
+from specdec.drafters.static_tree import StaticTree, chain_of, refuse_trees_on_chains, static_tree
+from specdec.drafters.tree_option import named_shape
 from specdec.errors import ConfigError
 from specdec.heads.loaded import LoadedHead
 from specdec.heads.medusa import MedusaHeads
 from specdec.interfaces import DrafterContext, DraftRequest, FeatureSpec, Noise, Observation, TokenTree, empty_tree
-from specdec.registry import refuse_unknown
-
-_ALLOWED = f"'chain', 'best', a dict of {', '.join(f.name for f in fields(ProductTree))}, {ALLOWED}"
+from specdec.models.machine import weight_bytes_beside
 
 
 class MedusaDrafter:
@@ -44,7 +42,8 @@ class MedusaDrafter:
         self._module, self._vocab_size, self._shape = head.module, vocab_size, shape
         self._draft_ids = None if head.vocabulary.is_whole else head.vocabulary.target_ids
         self._num_heads, self._draft_size = head.module.config.num_heads, head.vocabulary.size
-        self.weight_bytes = sum(p.numel() * p.element_size() for p in head.module.parameters())
+        self.weight_bytes = 0  # beside the target's
+        self._device = head.tensors[0].device  # the target's last block may lie elsewhere
         self.features: FeatureSpec = head.module.config.features
         # By request: the position of its last token, and the hidden state [H] that token was predicted from.
         self._last: dict[int, tuple[int, Tensor]] = {}
@@ -73,6 +72,7 @@ class MedusaDrafter:
         tree, draft_tokens = advised_shape(head.settings, context, tree, default=None)
         drafter = cls(head, context.vocab_size, _shape(context, head, tree))
         drafter.advised_draft_tokens = draft_tokens
+        drafter.weight_bytes = weight_bytes_beside(context.runner.model, head.tensors)
         return drafter
 
     def propose(self, requests: Sequence[DraftRequest], noise: Noise) -> TokenTree:
@@ -96,7 +96,7 @@ class MedusaDrafter:
 
     def _guess(self, requests: Sequence[DraftRequest], num_heads: int, width: int) -> tuple[Tensor, Tensor]:
         """Return log-probabilities, float64, and token ids of the likeliest guesses, [B, heads, width] on the CPU."""
-        hidden = torch.stack([self._last[r.request_id][1] for r in requests])
+        hidden = torch.stack([self._last[r.request_id][1] for r in requests]).to(self._device)
         with torch.inference_mode():
             logits = self._module.logits(hidden, num_heads).flatten(0, 1)
             values, ids = likeliest(logits, width, self._vocab_size, self._draft_ids)
@@ -147,9 +147,9 @@ def _shape(context: DrafterContext, head: LoadedHead, tree: Any) -> FixedTree | 
     if tree is None:
         fits = (path for path in static_tree("medusa").paths if len(path) <= num_heads and max(path) < draft_size)
         return FixedTree(StaticTree(fits))
-    if isinstance(tree, str) and tree == "chain":
+    shape = named_shape(tree, "best", ProductTree)
+    if shape is None:
         return FixedTree(chain_of(num_heads))
-    shape = _named(tree)
     refuse_trees_on_chains(MedusaDrafter.name, context, "use tree='chain'")
     if isinstance(shape, ProductTree):
         return shape
@@ -159,18 +159,3 @@ def _shape(context: DrafterContext, head: LoadedHead, tree: Any) -> FixedTree | 
             f"{head.source} has {num_heads} heads for {draft_size} tokens. Take a smaller tree, or leave tree out"
         )
     return FixedTree(shape)
-
-
-def _named(tree: Any) -> StaticTree | ProductTree:
-    """Return the shape that the option `tree` names or spells out; a chain is none of them."""
-    if isinstance(tree, StaticTree | ProductTree):
-        return tree
-    if isinstance(tree, str) and tree == "best":
-        return ProductTree()
-    if isinstance(tree, dict):
-        refuse_unknown("medusa drafter: tree", tree, (f.name for f in fields(ProductTree)))
-        return ProductTree(**tree)
-    try:
-        return static_tree(tree)
-    except ConfigError as error:
-        raise ConfigError(str(error).replace(ALLOWED, _ALLOWED)) from None

@@ -5,17 +5,14 @@ A node is a head, which is its depth less one, and a rank among that head's gues
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
-from specdec.drafters.static_tree import MOST_NODES, StaticTree
-from specdec.errors import ConfigError
-
-_ALLOWED = {"top_k": (1, 64), "total_tokens": (2, MOST_NODES + 1)}
+from specdec.drafters.static_tree import MOST_NODES, StaticTree, check_sizes
 
 
 class Nodes(NamedTuple):
@@ -58,17 +55,13 @@ class ProductTree:
         ConfigError: a value is out of range.
     """
 
+    LIMITS: ClassVar = {"top_k": (1, 64), "total_tokens": (2, MOST_NODES + 1)}
+
     top_k: int = 10
     total_tokens: int = 64
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, (least, most) = getattr(self, field.name), _ALLOWED[field.name]
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise ConfigError(
-                    f"tree: {field.name}={value!r}; allowed: an integer from {least} to {most}"
-                    + (" (it counts the root: one more than the draft tokens)" if field.name == "total_tokens" else "")
-                )
+        check_sizes("tree", self)
 
     def extent(self, num_nodes: int) -> tuple[int, int]:
         """Return how many heads, and how many guesses of each, a tree of so many draft tokens may need."""

@@ -108,6 +108,17 @@ def refuse_trees_on_chains(name: str, context: DrafterContext, instead: str) -> 
         )
 
 
+def check_sizes(what: str, shape: Any) -> None:
+    """Raise ConfigError unless the fields of a dataclass are whole numbers within its `LIMITS` of the same names."""
+    for name, (least, most) in shape.LIMITS.items():
+        value = getattr(shape, name)
+        if not _is_count(value) or not least <= value <= most:
+            raise ConfigError(
+                f"{what}: {name}={value!r}; allowed: an integer from {least} to {most}"
+                + (" (it counts the root: one more than the draft tokens)" if name == "total_tokens" else "")
+            )
+
+
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import Tensor
 
@@ -15,8 +15,10 @@ from specdec.drafters.static_growth import grow_sampled, grow_static
 from specdec.drafters.static_tree import ALLOWED, StaticTree, static_tree
 from specdec.errors import ConfigError
 from specdec.interfaces import DraftRequest, Noise
+from specdec.registry import refuse_unknown
 
 Shape = StaticTree | DynamicTree
+T = TypeVar("T", bound=Any)
 
 
 def tree_option(tree: Any, sampled: bool = False) -> Shape | None:
@@ -30,30 +32,38 @@ def tree_option(tree: Any, sampled: bool = False) -> Shape | None:
     Raises:
         ConfigError: it is none of these, or cannot be sampled.
     """
-    shape: Shape | None
-    if isinstance(tree, str) and tree == "chain":
-        shape = None
-    elif isinstance(tree, str) and tree == "dynamic":
-        shape = DynamicTree()
-    elif isinstance(tree, DynamicTree | StaticTree):
-        shape = tree
-    elif isinstance(tree, dict):
-        allowed = [f.name for f in fields(DynamicTree)]
-        unknown = [name for name in tree if name not in allowed]
-        if unknown:
-            raise ConfigError(f"tree has {unknown[0]!r}; allowed in a dynamic tree: {', '.join(allowed)}")
-        shape = DynamicTree(**tree)
-    else:
-        try:
-            shape = static_tree(tree)
-        except ConfigError as error:
-            raise ConfigError(str(error).replace(ALLOWED, f"'chain', 'dynamic', {ALLOWED}")) from None
+    shape = named_shape(tree, "dynamic", DynamicTree)
     if not isinstance(sampled, bool):
         raise ConfigError(f"sampled={sampled!r}; allowed: True or False")
     if sampled and not isinstance(shape, StaticTree):
         what = "a chain is drawn anyway" if shape is None else "the likeliest nodes of a dynamic tree are not drawn"
         raise ConfigError(f"sampled=True goes with a static tree, and {what}; leave it out or give another tree=")
     return shape
+
+
+def named_shape(tree: Any, name: str, kind: type[T]) -> StaticTree | T | None:
+    """Return the shape that an option names: `name` or a dict of its fields for a `kind`, or a static tree.
+
+    None = "chain".
+
+    Raises:
+        ConfigError: it is none of these, or a field is unknown or out of range.
+    """
+    if isinstance(tree, str) and tree == "chain":
+        return None
+    if isinstance(tree, str) and tree == name:
+        return kind()
+    if isinstance(tree, StaticTree | kind):
+        return tree
+    names = [f.name for f in fields(kind)]
+    if isinstance(tree, dict):
+        refuse_unknown("tree", tree, names)
+        return kind(**tree)
+    try:
+        return static_tree(tree)
+    except ConfigError as error:
+        allowed = f"'chain', {name!r}, a dict of {', '.join(names)}, {ALLOWED}"
+        raise ConfigError(str(error).replace(ALLOWED, allowed)) from None
 
 
 def num_rows(shape: Shape, max_draft_tokens: int) -> int:

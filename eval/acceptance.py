@@ -43,14 +43,13 @@ def measure(config: Any) -> dict[str, Any]:
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
     engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
-    if engine["max_draft_tokens"] is None:
-        del engine["max_draft_tokens"]
     llm = LLM(
         config.target.name,
         dtype=config.target.dtype,
         drafter=config.drafter.name,
         drafter_options=OmegaConf.to_container(config.drafter.options, resolve=True),
         verifier=config.verifier.name,
+        verifier_options=dict(config.verifier.options),
         **engine,
     )
     chosen, left_out = _choose(llm, config)

@@ -111,6 +111,7 @@ def measure(config: Any) -> dict[str, Any]:
                 drafter=name,
                 drafter_options=options,
                 verifier=config.verifier.name,
+                verifier_options=dict(config.verifier.options),
                 **engine,
             )
             for size in config.batch_sizes:

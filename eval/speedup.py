@@ -35,20 +35,17 @@ def measure(config: Any) -> dict[str, Any]:
         )
     engine = OmegaConf.to_container(config.engine, resolve=True) or {}
     base = LLM(config.target.name, dtype=config.target.dtype, drafter="none", **engine)
-    drafting = LLM(
-        base.model,
-        tokenizer=base.tokenizer,
-        drafter=config.drafter.name,
-        drafter_options=OmegaConf.to_container(config.drafter.options, resolve=True),
-        verifier=config.verifier.name,
-        **engine,
-    )
+    drafting = _drafting(config, base, config.drafter.name, config.drafter.options, {})
     texts, num_left_out = load_texts(config.prompts)
     prompts = encode(base, texts, config.prompts.chat)
     how = (config.max_new_tokens, config.temperature, config.seed)
     variants = {"none": engine_variant(base, *how)}
     if config.drafter.name != "none":
         variants[config.drafter.name] = engine_variant(drafting, *how)
+    for name, settings in config.beside.items():
+        if name in variants:
+            raise ConfigError(f"beside.{name}: this run measures {name} already")
+        variants[name] = engine_variant(_drafting(config, base, name, {}, settings or {}), *how)
     if config.transformers:
         variants["transformers"] = transformers_variant(base.model, *how)
     with Progress(console=console, transient=True) as progress:
@@ -76,6 +73,19 @@ def measure(config: Any) -> dict[str, Any]:
             result["read_bandwidth_bytes_per_s"] = read_bandwidth_bytes_per_s()
             result["weight_bytes_per_step"] = weight_bytes_per_step(base.model)
     return result
+
+
+def _drafting(config: Any, base: LLM, drafter: str, options: Any, settings: Any) -> LLM:
+    """Return the same target with a drafter; `settings` of the engine go before the config's."""
+    return LLM(
+        base.model,
+        tokenizer=base.tokenizer,
+        drafter=drafter,
+        drafter_options=dict(options),
+        verifier=config.verifier.name,
+        verifier_options=dict(config.verifier.options),
+        **{**config.engine, **settings},
+    )
 
 
 def _summary(samples: list[Sample]) -> dict[str, Any]:

@@ -103,6 +103,7 @@ class LLM:
         model: "smollm2", a hub id, a local directory, a .gguf file or a model object.
         drafter: a registered name, "package.module:Class", a Drafter, or a trained head: its folder or hub id.
         verifier: "auto", a registered name or a Verifier.
+        verifier_options: keyword arguments of a verifier that is named.
         tokenizer: for a model object that comes without one.
         dtype: of a model that is loaded here; default float32 on CPU, else the checkpoint's.
         device: where it goes.
@@ -123,6 +124,7 @@ class LLM:
         *,
         drafter: str | Drafter = "none",
         verifier: str | Verifier = "auto",
+        verifier_options: dict[str, Any] | None = None,
         tokenizer: Any | None = None,
         dtype: Any | None = None,
         device: Any | None = None,
@@ -132,7 +134,7 @@ class LLM:
         **options: Any,
     ) -> None:
         self._engine_config, self._runner_config = split_options(options)
-        self._verifiers = build_verifiers(verifier)
+        self._verifiers = build_verifiers(verifier, verifier_options)
         if isinstance(drafter, str):
             named_drafter(drafter, {})  # an unknown name is refused before a model is loaded for minutes
         self.model, found = load_model(

@@ -36,14 +36,22 @@ def split_options(options: dict[str, Any]) -> tuple[EngineConfig, RunnerConfig]:
     )
 
 
-def build_verifiers(verifier: str | Verifier) -> VerifierChoice:
-    """Return the acceptance rules of an engine: "auto", a registered name, or an instance."""
+def build_verifiers(verifier: str | Verifier, options: dict[str, Any] | None = None) -> VerifierChoice:
+    """Return the acceptance rules of an engine: "auto", a registered name with its options, or an instance.
+
+    Raises:
+        ConfigError: it is none of these, or an option is unknown or out of range.
+    """
+    if options and (verifier == "auto" or not isinstance(verifier, str)):
+        what = "'auto'" if verifier == "auto" else "an object"
+        raise ConfigError(f"verifier_options={options!r} go with a verifier given by name; this one is {what}")
     if verifier == "auto":
         match, rejection = VERIFIERS.load("match")(), VERIFIERS.load("rejection")()
         return VerifierChoice(greedy=match, seeded=match, sampled=rejection)
     rule: Any = VERIFIERS.load(verifier) if isinstance(verifier, str) else verifier
     if isinstance(verifier, str) and isinstance(rule, type):
-        rule = rule()
+        check_options(f"verifier {verifier!r}", rule, options or {})
+        rule = rule(**(options or {}))
     if isinstance(rule, type) or not hasattr(rule, "verify"):
         raise ConfigError(f"verifier={verifier!r}; allowed: 'auto', a name ({', '.join(VERIFIERS.names())}), an object")
     return VerifierChoice(greedy=rule, seeded=rule, sampled=rule)

@@ -52,6 +52,7 @@ def generate(
     *,
     drafter: str | Drafter | None = None,
     verifier: str | Verifier = "auto",
+    verifier_options: dict[str, Any] | None = None,
     drafter_options: dict[str, Any] | None = None,
     tokenizer: Any | None = None,
     generation_config: Any | None = None,
@@ -77,6 +78,7 @@ def generate(
             transformers' own options say (`assistant_model`, `prompt_lookup_num_tokens`, `assistant_early_exit`), else
             "none".
         verifier: "auto", a registered name or a Verifier.
+        verifier_options: keyword arguments of a verifier that is named.
         drafter_options: keyword arguments of the drafter.
         tokenizer: for stop strings; lets drafters check vocabularies and calibrate on text.
         generation_config: as in transformers.
@@ -106,7 +108,7 @@ def generate(
     input_ids = kwargs.pop("inputs", None) if input_ids is None else input_ids
     own_options = {k: kwargs.pop(k) for k in sorted(OWN_FIELDS) if k in kwargs}
     engine, runner = split_options(own_options)
-    verifiers = build_verifiers(verifier)
+    verifiers = build_verifiers(verifier, verifier_options)
     chosen = Speculation("none" if drafter is None else drafter, drafter_options, verifiers, engine, runner, tokenizer)
     model = unwrapped(model)
     refuse_unsupported(model)
@@ -144,6 +146,7 @@ def custom_generate(
     generation_config: Any,
     drafter: str | Drafter | None = None,
     verifier: str | Verifier = "auto",
+    verifier_options: dict[str, Any] | None = None,
     drafter_options: dict[str, Any] | None = None,
     max_draft_tokens: int | None = None,
     draft_length: str | None = None,
@@ -170,6 +173,7 @@ def custom_generate(
         generation_config: prepared by transformers.
         drafter: as for `generate`, like every other option here.
         verifier: likewise.
+        verifier_options: likewise.
         drafter_options: likewise.
         max_draft_tokens: likewise.
         draft_length: likewise.
@@ -204,7 +208,7 @@ def custom_generate(
     chosen = Speculation(
         "none" if drafter is None else drafter,
         drafter_options,
-        build_verifiers(verifier),
+        build_verifiers(verifier, verifier_options),
         engine,
         runner,
         spec_tokenizer,

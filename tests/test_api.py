@@ -12,6 +12,7 @@ import specdec
 from specdec.errors import ConfigError, IncompatibleDrafterError, InputError, SpecdecError, UnsupportedModelError
 from specdec.models.generation import REFUSED
 from specdec.sampling import warn_without_effect
+from specdec.verifiers.match import MatchVerifier
 from tests.decoding import one, padded, prompts, reference
 from tests.models.architectures import build, model_of, named
 
@@ -172,6 +173,24 @@ class TestGenerateOptions:
             generate(one(PROMPTS[0]), verifier=verifier)
         with pytest.raises(ConfigError, match=complaint):
             specdec.LLM(model(), verifier=verifier)
+
+    @pytest.mark.parametrize(
+        ("verifier", "options", "complaint"),
+        [
+            ("typical", {"alpha": 0.1}, "verifier 'typical' has no option 'alpha'; .* posterior_alpha"),
+            ("typical", {"posterior_alpha": -1}, "posterior_alpha=-1; allowed: a number above 0"),
+            ("auto", {"posterior_alpha": 0.1}, "go with a verifier given by name; this one is 'auto'"),
+            (MatchVerifier(), {"posterior_alpha": 0.1}, "this one is an object"),
+        ],
+    )
+    def test_options_of_a_verifier(self, verifier: Any, options: dict[str, Any], complaint: str) -> None:
+        for call in (generate, lambda **all: specdec.LLM(model(), **all)):
+            with pytest.raises(ConfigError, match=complaint):
+                call(verifier=verifier, verifier_options=options)
+
+    def test_options_reach_the_verifier(self) -> None:
+        llm = specdec.LLM(model(), verifier="typical", verifier_options={"posterior_alpha": 0.7})
+        assert llm.engine.verifiers.sampled.posterior_alpha == 0.7
 
     def test_options_of_a_drafter(self) -> None:
         with pytest.raises(ConfigError, match="drafter 'ngram' has no option 'max_ngrm'; did you mean 'max_ngram'"):

@@ -34,6 +34,7 @@ def generate_command(
     drafter: given_as.Drafter = "none",
     drafter_option: given_as.DrafterOption = None,
     verifier: given_as.Verifier = "auto",
+    verifier_option: given_as.VerifierOption = None,
     max_draft_tokens: given_as.MaxDraftTokens = given_as.DEFAULTS["max_draft_tokens"],
     draft_length: given_as.DraftLength = given_as.DEFAULTS["draft_length"],
     confidence_threshold: given_as.ConfidenceThreshold = given_as.DEFAULTS["confidence_threshold"],
@@ -71,6 +72,7 @@ def generate_command(
     )
     llm_options = given_as.given(
         verifier=verifier,
+        verifier_options=given_as.parse_pairs(verifier_option, "--verifier-option"),
         drafter_options=given_as.parse_pairs(drafter_option),
         max_draft_tokens=max_draft_tokens,
         draft_length=draft_length,

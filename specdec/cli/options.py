@@ -61,6 +61,10 @@ DrafterOption = Annotated[
     list[str] | None,
     typer.Option(metavar="NAME=VALUE", help="Option of the drafter; may be repeated.", rich_help_panel=_DRAFTING),
 ]
+VerifierOption = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME=VALUE", help="Option of the verifier; may be repeated.", rich_help_panel=_DRAFTING),
+]
 Verifier = Annotated[
     str,
     typer.Option(
@@ -118,7 +122,7 @@ def given(**options: Any) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-def parse_pairs(pairs: list[str] | None) -> dict[str, Any]:
+def parse_pairs(pairs: list[str] | None, option: str = "--drafter-option") -> dict[str, Any]:
     """Return keyword arguments from NAME=VALUE; a value is JSON (4, 0.5, true, [1, 2]) or else a text.
 
     Raises:
@@ -128,7 +132,7 @@ def parse_pairs(pairs: list[str] | None) -> dict[str, Any]:
     for pair in pairs or []:
         name, equals, value = pair.partition("=")
         if not equals or not name.isidentifier():
-            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint="'--drafter-option'")
+            raise typer.BadParameter(f"{pair!r} is not NAME=VALUE", param_hint=f"'{option}'")
         try:
             options[name] = json.loads(value)
         except ValueError:

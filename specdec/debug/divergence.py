@@ -192,7 +192,9 @@ def main(
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Option of the drafter; may be repeated.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(min=0, help="Most tokens to generate.")] = 128,
-    max_draft_tokens: Annotated[int, typer.Option(min=0, help="Most draft tokens per step.")] = 4,
+    max_draft_tokens: Annotated[
+        int | None, typer.Option(min=0, help="Most draft tokens per step; default: what the drafter advises, else 4.")
+    ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     seed: Annotated[int | None, typer.Option(help="Needed when sampling.", show_default=False)] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bf16, ...", show_default="float32 on CPU")] = None,

@@ -63,10 +63,33 @@ def find_folder(source: str | os.PathLike[str]) -> Path:
         raise CheckpointError(f"{name} is a file; give the folder that holds it and the head's config.json")
     if name in shipped_names():
         return shipped_folder(name)
-    if isinstance(source, str) and name.count("/") == 1 and not name.startswith((".", "/", "~")):
+    if is_hub_id(source):
         return _downloaded(name)
     shipped = f"; shipped heads: {', '.join(shipped_names())}" if shipped_names() else ""
     raise CheckpointError(f"there is no folder {name}; give a head's folder or hub id (owner/name){shipped}")
+
+
+def state_of(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return what changes when a file of a checkpoint is written again, so that what was read can be kept till then."""
+    files = (path for path in folder.iterdir() if path.suffix in (".json", ".safetensors", ".bin", ".pt"))
+    stats = ((path.name, path.stat()) for path in files if path.is_file())
+    return tuple(sorted((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats))
+
+
+def is_hub_id(source: object) -> bool:
+    """Tell whether a source that is no folder is written as a hub id, owner/name."""
+    return isinstance(source, str) and source.count("/") == 1 and not source.startswith((".", "/", "~"))
+
+
+@cache
+def hub_config(hub_id: str) -> Path | None:
+    """Return the local copy of a hub repository's config.json; None if there is none or the hub cannot be reached."""
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.hf_hub_download(hub_id, "config.json"))
+    except Exception:  # whoever then wants the repository says what is wrong with it
+        return None
 
 
 @cache  # a second look would ask the hub again

@@ -70,7 +70,7 @@ class DraftVocabulary:
         return mask
 
     @property
-    def draft_ids(self) -> Tensor:
+    def draft_id_of(self) -> Tensor:
         """Return [V] int64: the draft id of each of the target's ids, -1 if it cannot be drafted."""
         found = torch.full((self.vocab_size,), -1, dtype=torch.int64, device=self.target_ids.device)
         found[self.target_ids] = torch.arange(self.size, device=self.target_ids.device)

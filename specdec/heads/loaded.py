@@ -24,6 +24,12 @@ class LoadedHead:
     layout: str  # the name of the file layout it was read from, see docs/checkpoints.md
     settings: dict[str, Any] = field(default_factory=dict)  # what the checkpoint advises: tree, max_draft_tokens
 
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """Return every weight it drafts with but the target's embedding; rows of its lm_head may be a copy."""
+        output = getattr(self.module, "lm_head", None)
+        return [*self.module.parameters(), *([output.weight] if isinstance(output, _Rows) else [])]
+
 
 def share_with_target(module: EagleHead | MedusaHeads, vocabulary: DraftVocabulary, target: HeadTarget) -> None:
     """Give a head the parts it shares with its target: embedding and output rows. They are not copied if whole.

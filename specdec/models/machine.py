@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from specdec.interfaces import Segment
 from specdec.models.matmul import can_prepack, prepack, prepacked_linear
@@ -87,6 +88,17 @@ def weight_bytes_per_step(model: Any) -> int:
     tied = head is not None and head.weight is embedding
     parameters = {id(p): p for p in model.parameters() if tied or p is not embedding}
     return sum(p.numel() * p.element_size() for p in parameters.values())
+
+
+def weight_bytes_beside(model: Any, tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the tensors that are not a model's own, each storage once: what a drafter adds to it."""
+    known = {p.untyped_storage().data_ptr() for p in model.parameters() if not p.is_meta}
+    added = {}
+    for tensor in tensors:
+        storage = tensor.untyped_storage()
+        if not tensor.is_meta and storage.data_ptr() not in known:
+            added[storage.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(added.values())
 
 
 def measure_step_times(

@@ -35,7 +35,7 @@ class DraftModelStep(nn.Module):
         self.model, self._num_draft_tokens = model, num_draft_tokens
         self.progress = 0.0
         self.register_buffer("target_weight", target_weight, persistent=False)
-        self.register_buffer("to_draft", vocabulary.draft_ids, persistent=False)
+        self.register_buffer("to_draft", vocabulary.draft_id_of, persistent=False)
 
     def forward(self, batch: Batch) -> StepLoss:
         """Return the loss; base column s is the draft whose first token is s + 2, behind token s + 1."""

@@ -58,7 +58,7 @@ class EagleStep(nn.Module):
         self.head, self.training_config = head, training
         self.progress = 0.0  # set by the loop
         self.register_buffer("target_weight", target_weight, persistent=False)
-        self.register_buffer("to_draft", vocabulary.draft_ids, persistent=False)
+        self.register_buffer("to_draft", vocabulary.draft_id_of, persistent=False)
         # Hidden states differ in scale by an order of magnitude between blocks and channels; `fold_scale` puts this
         # factor into fc.weight when the head is saved.
         self.register_buffer("feature_scale", torch.ones(head.config.num_features))

@@ -34,7 +34,7 @@ class MedusaStep(nn.Module):
         self.heads, self._decay = heads, head_decay
         self.progress = 0.0
         self.register_buffer("target_weight", target_weight, persistent=False)
-        self.register_buffer("to_draft", vocabulary.draft_ids, persistent=False)
+        self.register_buffer("to_draft", vocabulary.draft_id_of, persistent=False)
 
     def forward(self, batch: Batch) -> StepLoss:
         """Return the loss; head i at base column s guesses token s + 2 + i."""

@@ -24,6 +24,7 @@ from specdec.train.ending import Trained, end
 from specdec.train.jobs import METHODS, Ingredients, Job, begun_vocabulary, build_job, check_options
 from specdec.train.loop import CHECKPOINTS, LATEST, Loop, LoopConfig
 from specdec.train.measuring import MeasureConfig
+from specdec.train.plain_logits import refuse_shaped_logits
 from specdec.train.processes import load_device, processes, share_of
 from specdec.train.prompts import read_prompts
 from specdec.train.report import Report
@@ -97,6 +98,7 @@ def run(config: RunConfig, report: Report | None = None) -> Path:
     _keep_to(config)
     model, tokenizer = load_model(config.target, device=load_device())
     target = replace(head_target(runner_for(model)), name=config.target)  # not the folder it was converted into
+    refuse_shaped_logits(runner_for(model), target)
     data = capture_features(config, tokenizer, about_of(runner_for(model), config.target), report)
     if config.init is None:
         size = None if config.draft_vocab_size is None else min(config.draft_vocab_size, target.vocab_size)

@@ -7,11 +7,13 @@ import os
 import pty
 import re
 import select
+import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from typer.testing import CliRunner
@@ -73,6 +75,17 @@ class Terminal:
 
     def type(self, text: str) -> None:
         os.write(self._descriptor, text.encode())
+
+    def interrupt_prompt(self) -> None:
+        """Send Ctrl-C once the program waits for a line.
+
+        Python notices a signal that arrives between the prompt and the wait only at the next key.
+        """
+        state, deadline = Path(f"/proc/{self.process.pid}/stat"), time.monotonic() + 20.0
+        while state.read_text().rpartition(")")[2].split()[0] != "S":
+            assert time.monotonic() < deadline, "the program never waits"
+            time.sleep(0.01)
+        self.process.send_signal(signal.SIGINT)
 
 
 @contextmanager

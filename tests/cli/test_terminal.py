@@ -74,7 +74,7 @@ def test_ctrl_c_ends_an_answer(model: str) -> None:
 def test_ctrl_c_keeps_the_chat(model: str) -> None:
     with terminal("chat", "--model", model, "--max-new-tokens", "4000") as screen:
         screen.read_until("> $")
-        screen.process.send_signal(signal.SIGINT)  # at the prompt nothing is lost
+        screen.interrupt_prompt()  # where nothing is lost
         screen.read_until(r"/exit or Ctrl-D leaves(.|\n)*> $")
         screen.type("one\n")
         screen.read_until(r"one\n.")

@@ -5,8 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from specdec.api import LLM
 from specdec.build import build_drafter
@@ -48,7 +50,7 @@ def test_the_advised_number_goes_with_the_advised_shape(make: Any) -> None:
     assert asked(advice, "chain") == DEFAULT_DRAFT_TOKENS  # the number is that of another shape
     assert asked({"tree": "chain", "max_draft_tokens": 2}) == 2
     assert asked({"tree": advice["tree"]}) == 16
-    assert asked({}) == DEFAULT_DRAFT_TOKENS
+    assert asked({}) == (DEFAULT_DRAFT_TOKENS if make is tiny_eagle else 16)  # Medusa heads draft trees anyway
     with pytest.raises(ConfigError, match="max_draft_tokens='many'"):
         asked({"tree": "chain", "max_draft_tokens": "many"})
 
@@ -66,6 +68,39 @@ def test_a_distilled_draft_model_advises_too(tmp_path: Path) -> None:
     assert not llm.engine.drafter.samples
     chain = build_drafter("draft_model", runner, None, {"model": str(tmp_path), "tree": "chain"})
     assert chain.samples
+
+
+def distilled(folder: Path, layer: int) -> Path:
+    """Write a draft model that begins as one of the target's blocks."""
+    runner = runner_for(model_of(named("llama")))
+    target = head_target(runner)
+    return save_small_model(
+        folder, small_copy(runner.model, [layer]), (layer,), whole_vocabulary(target.vocab_size), target
+    )
+
+
+def test_a_distilled_draft_model_by_hub_id(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = distilled(tmp_path / "small", 0)
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", lambda repo_id, name: str(folder / name))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda repo_id, allow_patterns: str(folder))
+    llm = LLM(model_of(named("llama")), drafter="draft_model", drafter_options={"model": "someone/small"})
+    drafter = llm.engine.drafter
+    assert isinstance(drafter, DraftModelDrafter)
+    own = [p for n, p in load_file(folder / "model.safetensors").items() if not n.endswith("_scale")]
+    assert drafter.weight_bytes == 8 * sum(p.numel() for p in own), "embedding and lm_head are the target's"
+
+
+def test_a_model_that_was_written_anew_is_read_anew(tmp_path: Path) -> None:
+    model = model_of(named("llama"))
+    read = [_blocks(model, distilled(tmp_path / "small", layer)) for layer in (0, 1, 1)]
+    assert not torch.equal(read[0], read[1])
+    assert torch.equal(read[1], read[2])
+
+
+def _blocks(model: Any, folder: Path) -> torch.Tensor:
+    drafter = build_drafter("draft_model", runner_for(model), None, {"model": str(folder)})
+    assert isinstance(drafter, DraftModelDrafter)
+    return next(p for n, p in drafter._runner.model.named_parameters() if n.endswith("q_proj.weight"))
 
 
 def test_rotary_tables_of_a_half_precision_draft_model_are_not_rounded(tmp_path: Path) -> None:

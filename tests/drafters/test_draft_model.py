@@ -113,8 +113,14 @@ def test_what_carries_draft_probs() -> None:
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        ({"tree": "chian"}, r"tree='chian'; allowed: 'chain', 'dynamic', a name \(eagle"),
-        ({"tree": {"width": 3}}, r"tree has 'width'; allowed in a dynamic tree: depth, top_k, total_tokens"),
+        (
+            {"tree": "chian"},
+            r"tree='chian'; allowed: 'chain', 'dynamic', a dict of depth, top_k, total_tokens, a name \(eagle",
+        ),
+        (
+            {"tree": {"width": 3}},
+            r"tree has no option 'width'; (did you mean 'depth'\?)? ?available: depth, top_k, total_tokens",
+        ),
         ({"tree": {"depth": 0}}, r"depth=0; allowed: an integer from 1"),
         ({"tree": [2], "sampled": 1}, r"sampled=1; allowed: True or False"),
         ({"sampled": True}, r"static tree, and a chain is drawn anyway"),

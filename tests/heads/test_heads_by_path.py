@@ -123,3 +123,28 @@ def test_what_ships_is_whole() -> None:
         assert config["format"] == "specdec-head"
         assert (folder / "README.md").stat().st_size > 500, "a card: how trained, on what, held-out acceptance"
         assert (folder / "model.safetensors").stat().st_size <= 16_000_000
+
+
+def test_a_head_that_was_written_anew_is_read_anew(model: Any, tmp_path: Path) -> None:
+    runner = runner_for(model)
+    said = []
+    for seed in (0, 1):
+        head = tiny_eagle(runner, seed=seed)
+        save_head(tmp_path / "head", head.module, head.vocabulary, head_target(runner), dtype=torch.float32)
+        drafter: Any = LLM(model, drafter=str(tmp_path / "head")).engine.drafter
+        said.append(drafter._module.fc.weight.clone())
+    assert not torch.equal(*said)
+
+
+@pytest.mark.parametrize("drafted", [None, range(0, 64, 2)], ids=["all tokens", "half of them"])
+def test_weight_bytes_are_those_beside_the_target(model: Any, drafted: Any) -> None:
+    head = tiny_eagle(runner_for(model), drafted=drafted)
+    drafter: Any = LLM(model, drafter="eagle3", drafter_options={"model": head}).engine.drafter
+    own = sum(p.numel() * p.element_size() for p in head.module.parameters())
+    copied = 0 if drafted is None else 32 * head.module.config.hidden_size * own_size(head)
+    assert drafter.weight_bytes == own + copied
+
+
+def own_size(head: Any) -> int:
+    """Return the bytes of one weight."""
+    return int(next(head.module.parameters()).element_size())
