@@ -1,4 +1,4 @@
-"""When requests come, what they ask for and whether their caller goes away: seeded, so that a load can be made again."""
+"""When requests come, what they ask for and whether their callers go away: seeded, so it can be done again."""
 
 from __future__ import annotations
 

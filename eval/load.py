@@ -15,6 +15,7 @@ from specdec.eval.outcomes import Outcome
 from specdec.registry import refuse_unknown
 
 _MOST_MOMENTS = 2000  # of the timeline: when there are more, every other one is dropped and half as many are taken
+_DEFAULT_REQUESTS = 64
 _IDLE_CHECK_S = 1.0  # at most so often integrity is checked while the engine has nothing to do
 
 
@@ -38,7 +39,11 @@ class LoadConfig:
         if self.arrivals not in PROCESSES:
             refuse_unknown("arrivals", [self.arrivals], PROCESSES)
         positive = {"rate": self.rate, "duration_s": self.duration_s, "num_requests": self.num_requests}
-        positive |= {"slo_ttft_s": self.slo_ttft_s, "slo_tpot_s": self.slo_tpot_s, "max_new_tokens": self.max_new_tokens}
+        positive |= {
+            "slo_ttft_s": self.slo_ttft_s,
+            "slo_tpot_s": self.slo_tpot_s,
+            "max_new_tokens": self.max_new_tokens,
+        }
         for name, value in positive.items():
             if value is not None and value <= 0:
                 raise ConfigError(f"{name}={value}; allowed: more than 0")
@@ -46,15 +51,14 @@ class LoadConfig:
             raise ConfigError(f"abort_share={self.abort_share}; allowed: 0 to 1, a share of the requests")
 
     def arriving(self, prompts: Sequence[Sequence[int]]) -> Iterator[Arrival]:
-        """Yield the requests as they come.
+        """Yield the requests as they come; a burst without a number is one of 64.
 
         Raises:
-            ConfigError: a burst has no number.
             InputError: there are no prompts.
         """
         number = self.num_requests
         if number is None and (self.duration_s is None or self.arrivals == "burst"):
-            number = 64
+            number = _DEFAULT_REQUESTS
         return arrivals(
             prompts,
             process=self.arrivals,
@@ -134,8 +138,8 @@ class Load:
         clock: for tests.
     """
 
-    def __init__(self, engine: Any, config: LoadConfig, clock: Clock = WallClock()) -> None:
-        self._engine, self._config, self._clock = engine, config, clock
+    def __init__(self, engine: Any, config: LoadConfig, clock: Clock | None = None) -> None:
+        self._engine, self._config, self._clock = engine, config, clock or WallClock()
         self._start = 0.0
         self._outcomes: list[Outcome] = []
         self._live: dict[int, tuple[Outcome, Arrival]] = {}  # by request id
@@ -157,9 +161,7 @@ class Load:
             for request_id in list(self._live):  # whatever happened, the engine is left empty
                 self._abort(request_id)
         self._check()
-        return Run(
-            self._outcomes, self._timeline.moments, self._now(), self._num_checks, self._fault, is_interrupted
-        )
+        return Run(self._outcomes, self._timeline.moments, self._now(), self._num_checks, self._fault, is_interrupted)
 
     def _drive(self, arriving: Iterator[Arrival]) -> None:
         coming = next(arriving, None)

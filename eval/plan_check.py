@@ -25,7 +25,10 @@ from specdec.planner.this_device import this_device
 from specdec.provenance import provenance
 
 console = Console()
-_COLUMNS = ("drafter", "batch", "prompt", "TTFT floor", "measured", "TPOT floor", "measured", "speedup", "measured")
+_COLUMNS = (
+    *("drafter", "batch", "prompt", "TTFT floor, ms", "TTFT, ms", "TPOT floor, ms", "TPOT, ms"),
+    *("speedup planned", "speedup"),
+)
 
 
 def measure(config: Any) -> dict[str, Any]:
@@ -125,9 +128,9 @@ def show(result: dict[str, Any]) -> None:
         f"{result['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s in square products",
         highlight=False,
     )
-    table = Table()
+    table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
-        table.add_column(column, justify="left" if column == "drafter" else "right")
+        table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=column == "drafter")
     for cells in _cells(result):
         table.add_row(*cells)
     console.print(table)
@@ -145,7 +148,7 @@ def _cells(result: dict[str, Any]) -> list[list[str]]:
             row["drafter"],
             str(row["batch"]),
             str(row["prompt_tokens"]),
-            *(f"{1e3 * row[name]:.1f} ms" for name in ("ttft_floor_s", "ttft_s", "tpot_floor_s", "tpot_s")),
+            *(f"{1e3 * row[name]:.1f}" for name in ("ttft_floor_s", "ttft_s", "tpot_floor_s", "tpot_s")),
             f"{row['planned_speedup']:.2f}x",
             f"{row['speedup']:.2f}x",
         ]

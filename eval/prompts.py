@@ -112,3 +112,18 @@ def encode(llm: LLM, texts: list[str], chat: bool) -> list[list[int]]:
     if chat and getattr(tokenizer, "chat_template", None):
         return [llm.chat_token_ids([{"role": "user", "content": text}]) for text in texts]
     return [list(tokenizer(text).input_ids) for text in texts]
+
+
+def long_prompt(prompts: Sequence[Sequence[int]], num_tokens: int, first: int = 0) -> list[int]:
+    """Return `num_tokens` ids: the prompts one after the other, again and again, from number `first` on.
+
+    Raises:
+        InputError: there are no tokens to make it of.
+    """
+    if not any(prompts):
+        raise InputError("the prompts have no tokens, so no long one can be made of them")
+    ids: list[int] = []
+    while len(ids) < num_tokens:
+        ids += prompts[first % len(prompts)]
+        first += 1
+    return ids[:num_tokens]

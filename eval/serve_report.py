@@ -39,7 +39,7 @@ def _phases(result: dict[str, Any]) -> Table:
             row = (f"{figures['num_tokens']:,}", _number(figures["seconds"], ".2f"), _number(figures["tokens_per_s"]))
             table.add_row(phase, *row, "", "", "")
         for name in times:
-            shown = ("queue" if name == "queue_s" else "whole answer" if name == "total_s" else name[:-2].upper())
+            shown = "queue" if name == "queue_s" else "whole answer" if name == "total_s" else name[:-2].upper()
             table.add_row(f"  {shown}", "", "", "", *(_milliseconds(result[name][p]) for p in ("p50", "p90", "p99")))
     return table
 
@@ -77,9 +77,7 @@ def _requests(result: dict[str, Any]) -> Table:
 
 
 def _table(title: str | None, header: bool = True) -> Table:
-    return Table(
-        title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=header
-    )
+    return Table(title=title, title_justify="left", title_style="bold", box=None, pad_edge=False, show_header=header)
 
 
 def _count(value: int) -> str:

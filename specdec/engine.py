@@ -110,6 +110,7 @@ class Engine:
             max_batch_size=config.max_batch_size,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_draft_tokens=self.config.max_draft_tokens or 0,  # a number now
+            draft_depth=getattr(drafter, "draft_depth", None),
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
         )

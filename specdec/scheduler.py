@@ -35,6 +35,7 @@ class Scheduler:
         max_step_tokens: rows of a step, drafts included, that drafts and prompts must stay within; decode rows run in
             any case. None = no bound.
         max_draft_tokens: of one request in one step.
+        draft_depth: of the drafter's trees, whose nodes are not all on one path; None = it drafts chains.
         max_waiting: requests that may wait; None = any number.
     """
 
@@ -44,12 +45,13 @@ class Scheduler:
         max_batch_size: int,
         prefill_chunk_tokens: int,
         max_draft_tokens: int,
+        draft_depth: int | None = None,
         max_step_tokens: int | None = None,
         max_waiting: int | None = None,
     ) -> None:
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.draft_depth = max_draft_tokens, draft_depth
         self.max_step_tokens, self.max_waiting = max_step_tokens, max_waiting
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
@@ -116,12 +118,17 @@ class Scheduler:
                 work[request.request_id] = chunk
                 budget, left = budget - chunk.num_rows, left - chunk.num_rows
         for i, request in enumerate(r for r in running if _decodes(r)):
-            # The step emits one token beyond the drafts, so the last token is never worth drafting.
-            most = min(self.max_draft_tokens, request.num_remaining - 1, left // (num_decoding - i))
+            most = min(self._most_drafts(request), left // (num_decoding - i))
             most = most if request.draft else 0
             left -= most
             work[request.request_id] = Work(request, 1, most, samples=True, is_prefill=False)
         return [work[r.request_id] for r in running if r.request_id in work]
+
+    def _most_drafts(self, request: Request) -> int:
+        # The step emits one token beyond the drafts, so the last token is never worth drafting.
+        room = request.num_remaining - 1
+        whole_tree = self.draft_depth is not None and self.draft_depth <= room
+        return self.max_draft_tokens if whole_tree else min(self.max_draft_tokens, room)
 
     def requests(self) -> Iterable[Request]:
         """Return every request the scheduler knows."""

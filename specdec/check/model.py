@@ -9,6 +9,7 @@ import torch
 
 from specdec.build import build_drafter
 from specdec.errors import ModelOutputError, SpecdecError, UnsupportedModelError
+from specdec.kv.flash import find_attention
 from specdec.models.build import RunnerConfig, build_runner, runner_for
 from specdec.models.clone import device_of
 from specdec.models.compatibility import Refusal, find_refusal, max_positions, refuse_unsupported
@@ -58,6 +59,7 @@ class ModelReport:
     num_parameters: int | None = None
     weight_bytes: int | None = None
     lean: bool = False  # a hand-written forward stands in on CPUs
+    attention: str | None = None  # what attends on this machine and why; None: the model's own code
     eos_token_ids: list[int] = field(default_factory=list)
     drafters: dict[str, str | None] = field(default_factory=dict)  # name -> why it cannot run here, or None
     probe: dict[str, Any] = field(default_factory=dict)  # what the comparison on a small instance found
@@ -148,11 +150,23 @@ def _described(found: Described, known: Compatibility, wanted: torch.dtype | str
         num_parameters=None if sizes is None else sizes.num_parameters,
         weight_bytes=None if sizes is None else sizes.num_bytes,
         lean=known.lean is True,
+        attention=_attention(known.level, _device_of(found), dtype),
         eos_token_ids=sorted(eos_token_ids(found)),
         drafters=_drafters(found, known, sizes),
         probe=known.to_dict() if known.level is not None else {},
         notes=notes,
     )
+
+
+def _attention(level: str | None, device: torch.device, dtype: torch.dtype) -> str | None:
+    return str(find_attention(device, dtype)) if level == "attention" else None
+
+
+def _device_of(found: Described) -> torch.device:
+    """Return where a model is, or where it would best go on this machine."""
+    if found.model is not None:
+        return device_of(found.model)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _dtype_of(found: Described, wanted: torch.dtype | str) -> torch.dtype:
@@ -248,6 +262,7 @@ def _with_weights(
         weight_bytes=sizes.num_bytes,
         kv_bytes_per_token=runner_for(model).cache.bytes_per_token,
         lean=checked.lean,
+        attention=_attention(report.level, runner.device, runner.dtype),
         weights=checked,
     )
 

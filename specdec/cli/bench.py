@@ -30,13 +30,6 @@ PROMPTS = (
     "Summarise the story of Little Red Riding Hood in four sentences.",
 )
 
-bench_app = typer.Typer(help="Measure.", no_args_is_help=True)
-
-
-@bench_app.callback()
-def bench() -> None:
-    """Measure."""
-
 
 def serve_command(
     model: given_as.Model = "smollm2",
@@ -143,10 +136,7 @@ def serve_command(
         bool, typer.Option("--json", help="Print one JSON object and nothing else.", rich_help_panel=_REPORT)
     ] = False,
 ) -> None:
-    """Put a load on an engine in this process: TTFT, ITL, goodput and memory. Ctrl-C reports what was until then.
-
-    Exit code 1: the KV cache's books were wrong.
-    """
+    """Put a load on an engine in this process: TTFT, ITL, goodput and memory. Ctrl-C reports what was until then."""
     load = given_as.given(
         arrivals=arrivals,
         rate=rate,
@@ -179,9 +169,6 @@ def serve_command(
         )
         prompts = [Prompt(text) for text in PROMPTS] if prompts_file is None else read_prompts(None, prompts_file)
         _serve(view, model, engine_options, prompts, raw, load, plot, as_json)
-
-
-bench_app.command("serve")(serve_command)
 
 
 def _serve(

@@ -24,7 +24,7 @@ _VERDICTS = {
 }
 _FACTS = (
     *("architecture", "model_type", "level", "num_layers", "layers", "windows", "dtype", "num_parameters"),
-    *("weight_bytes", "kv_bytes_per_token", "vocab_size", "max_positions", "eos_token_ids", "lean"),
+    *("weight_bytes", "kv_bytes_per_token", "vocab_size", "max_positions", "eos_token_ids", "lean", "attention"),
 )
 _APART = {"name", "verdict", "runs", "feature", "advice", "drafters", "probe", "weights", "notes", *_FACTS}
 

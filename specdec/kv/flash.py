@@ -214,18 +214,21 @@ def choose_attention(
     Args:
         device: of the model.
         dtype: of its keys and values as they are stored.
-        wanted: "sdpa" leaves flash-attn out.
+        wanted: "sdpa" leaves flash-attn out, and nothing is said.
         block_tokens: slots per block, where they are given; None = PAGE_TOKENS if flash-attn runs.
     """
-    found = _find(device, dtype, wanted, block_tokens or PAGE_TOKENS)
+    found = find_attention(device, dtype, wanted, block_tokens or PAGE_TOKENS)
     line = f"attention: {found}"
-    if line not in _said:
+    if wanted != "sdpa" and line not in _said:
         _said.add(line)
         log.info(line)
     return found
 
 
-def _find(device: torch.device, dtype: torch.dtype, wanted: str, page_tokens: int) -> AttentionChoice:
+def find_attention(
+    device: torch.device, dtype: torch.dtype, wanted: str = "auto", page_tokens: int = PAGE_TOKENS
+) -> AttentionChoice:
+    """Return what `choose_attention` does, without a word in the log."""
     if wanted == "sdpa":
         return AttentionChoice(None, "as asked for")
     obstacle = _obstacle(device, dtype, page_tokens)

@@ -91,7 +91,7 @@ def runner_for(model: Any, config: RunnerConfig = RunnerConfig(), tokenizer: Any
     with _BUILDING:
         now = fingerprint(model)
         kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
-        plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None, attention="auto")
+        plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None, attention="sdpa")
         if plain not in kept:
             kept[plain] = (now, build_runner(model, plain))
         if config not in kept:

@@ -143,6 +143,10 @@ def read_architecture(config: dict[str, Any], name: str = "the model") -> Archit
 def _refuse(config: dict[str, Any], kind: str, name: str) -> None:
     if config.get("is_encoder_decoder"):
         raise UnsupportedModelError(f"{name} is an encoder-decoder model ({kind}); only decoders can be planned")
+    if config.get("num_kv_shared_layers"):
+        raise UnsupportedModelError(
+            f"{name} ({kind}) shares keys and values between layers, which the planner cannot count"
+        )
     kinds = config.get("layer_types")
     odd = {str(k) for k in kinds} - _ATTENDING if isinstance(kinds, list) else set()
     if kind in _RECURRENT_TYPES or odd:

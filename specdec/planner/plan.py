@@ -256,6 +256,9 @@ def _assumptions(model: PlannedModel, device: Device, load: Workload) -> list[st
         if device.measured
         else "floors: the vendor's peak rates, perfect overlap within a part, no launch, scheduling or network time"
     ]
+    if device.measured:
+        found.append("products of a few rows are as fast as large ones; on CPUs they are slower, and verifying dearer")
+        found.append("prepacked copies of weights, which the engine may hold on CPUs, are not in the memory")
     if load.kv_layout == "full" and (model.shape.latent or any(model.shape.windows)):
         found.append("KV memory as specdec stores it: every position of every layer, latent attention expanded")
     if model.shape.experts is not None:

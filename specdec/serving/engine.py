@@ -205,8 +205,8 @@ class Engine:
                     queue.put_nowait(error)
                 return
             for piece in pieces:
-                queue = self._queues.get(piece.index)
-                if queue is not None:
-                    queue.put_nowait(piece)
+                waiting = self._queues.get(piece.index)
+                if waiting is not None:
+                    waiting.put_nowait(piece)
             if not pieces:
                 await asyncio.sleep(0)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from specdec.build import build_drafter, build_verifiers
+from specdec.build import build_drafter, build_engine, build_verifiers
 from specdec.engine import Engine, EngineConfig
 from specdec.interfaces import SamplingParams
 from specdec.models.build import RunnerConfig, build_runner
@@ -113,3 +113,21 @@ def test_kv_of_a_preempted_request_is_fresh() -> None:
     for _ in range(3):
         some.step()
         assert_fresh_kv(some.target, request.request_id, request.tokens)
+
+
+@pytest.mark.parametrize("name", ["draft_model", "eagle3"])
+def test_target_and_drafter_share_one_memory_limit(name: str) -> None:
+    model = model_of(named("llama"))
+    runner = build_runner(model, RunnerConfig()).with_own_cache()
+    runner.cache.max_bytes = limit = 200 * runner.cache.bytes_per_token
+    options = {"model": model_for(name, runner)}
+    some = build_engine(runner, name, build_verifiers("auto"), EngineConfig(), drafter_options=options)
+    own = some.drafter.own_cache  # type: ignore[attr-defined]
+    assert runner.cache.max_bytes + own.max_bytes == limit
+    assert abs(runner.cache.max_tokens - own.max_tokens) <= runner.cache.block_tokens
+    rows = prompts(20, 9, 17, 3, 26)
+    requests = [add(some, row, 30) for row in rows]
+    drain(some, 2000)
+    assert [r.new_tokens for r in requests] == [reference(model, row, 30) for row in rows]
+    assert own.num_bytes <= own.max_bytes
+    assert own.usage()["num_used"] == 0

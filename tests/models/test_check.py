@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -201,6 +202,19 @@ class TestReport:
         assert report.lean
         assert report.weights is not None
         assert report.weights.lean
+
+    def test_which_attention_runs(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        config = config_of(named("llama"))
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        assert check(config).attention == "SDPA (flash-attn needs a CUDA device, this is cpu)"
+        assert check(config_of(named("gptj"))).attention is None  # its own
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        monkeypatch.setitem(sys.modules, "flash_attn", None)
+        assert (
+            check(config, dtype="float32").attention == "SDPA (flash-attn needs float16 or bfloat16, this is float32)"
+        )
+        assert check(config, dtype="bfloat16").attention == "SDPA (flash-attn is not installed)"
 
     def test_drafters(self) -> None:
         llama, mixtral = (check(config_of(named(name))).drafters for name in ("llama", "mixtral"))

@@ -29,6 +29,7 @@ H100 = find_device("h100")
         ({"num_local_experts": 4, "num_experts_per_tok": 5}, "5 experts are chosen per token, but there are only 4"),
         ({"layer_types": ["linear_attention"] * 32}, "layers of type linear_attention"),
         ({"model_type": "mamba"}, "recurrent state"),
+        ({"num_kv_shared_layers": 10}, "shares keys and values between layers"),
         ({"is_encoder_decoder": True}, "encoder-decoder"),
         ({"model_type": "no_such_type"}, "weights of model type 'no_such_type' cannot be counted"),
     ],
