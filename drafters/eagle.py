@@ -95,6 +95,7 @@ class EagleDrafter:
         shape = tree_option(tree, sampled)
         if shape is not None:
             refuse_trees_on_chains(cls.name, context, "leave tree out")
+        assert isinstance(head.module, EagleHead), "the kind was checked"
         config = head.module.config
         per_layer = 2 * config.num_kv_heads * config.head_dim * context.runner.dtype.itemsize
         cache = KVCache(bytes_per_token=config.num_layers * per_layer)

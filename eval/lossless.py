@@ -115,14 +115,24 @@ def measure(config: Any) -> dict[str, Any]:
                 **engine,
             )
             for size in config.batch_sizes:
-                checks.append(_check(llm, name, size, prompts, expected, config))
+                checks.append(check_drafter(llm, name, size, prompts, expected, config))
                 progress.advance(bar)
     return {"config": OmegaConf.to_container(config, resolve=True), "provenance": provenance(), "checks": checks}
 
 
-def _check(
+def check_drafter(
     llm: LLM, name: str, size: int, prompts: list[list[int]], expected: list[list[int]], config: Any
 ) -> dict[str, Any]:
+    """Return how many answers of an LLM are the expected ones, and where the others part.
+
+    Args:
+        llm: with the drafter.
+        name: the drafter's.
+        size: of the batches the prompts are given in.
+        prompts: token ids.
+        expected: transformers' greedy answers.
+        config: with `max_new_tokens`, `near_tie` and `near_ties_per_prompt`, see lossless.yaml.
+    """
     if size < 1:
         raise ConfigError(f"batch_sizes holds {size}; allowed: at least 1")
     dtype = llm.model.dtype

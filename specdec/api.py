@@ -25,6 +25,7 @@ from specdec.models.generation import (
 from specdec.models.loading import load_model
 from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.models.matmul import cpu_name
+from specdec.models.random_model import random_model
 from specdec.models.runner import ModelRunner
 from specdec.record import Keep, TokenRecord
 from specdec.registry import refuse_unknown
@@ -41,6 +42,7 @@ __all__ = [
     "Piece",
     "cpu_name",
     "measure_step_times",
+    "random_model",
     "read_bandwidth_bytes_per_s",
     "weight_bytes_per_step",
 ]

@@ -17,12 +17,13 @@ import torch
 from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
 from specdec.draft_length import DraftLength, StaticLength, check_draft_length
 from specdec.drafting import Drafting
-from specdec.errors import ConfigError, InputError, OutOfCacheError
-from specdec.interfaces import Drafter, Forward, Noise, Observation, SamplingParams, Segment, TokenTree
+from specdec.errors import ConfigError, InputError
+from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
 from specdec.models.runner import ModelRunner
 from specdec.noise import KeyedNoise, draw_seed, fold_seed
 from specdec.record import Keep, record_tokens
 from specdec.request import Request, RequestOutput, Snapshot, StopRules
+from specdec.residency import Residency
 from specdec.sampling import check_sampling
 from specdec.scheduler import Scheduler, Work
 from specdec.stats import EngineStats
@@ -114,6 +115,7 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
         )
+        self.residency = Residency(target.cache, self._scheduler, self.drafting, self.stats)
         self._requests: dict[int, Request] = {}
         self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads
         self._warned: set[str] = set()
@@ -289,8 +291,8 @@ class Engine:
         self.target.claim()
         self._drop_abandoned()
         clock = _Clock()
-        self._scheduler.admit(self._try_open)
-        work = self._reserve(self.draft_length.allot(self._scheduler.schedule()))
+        self.residency.admit()
+        work = self.residency.reserve(self.draft_length.allot(self._scheduler.schedule()))
         if not work:
             return self._emit()
         stats = replace(self.stats)
@@ -305,70 +307,14 @@ class Engine:
                 self._record(work, verdicts, rows)
                 self._commit(work, verdicts)
                 told = True
-                self._publish(work, self.drafting.observe(work, verdicts, tree, forward))
+                self.residency.publish(work, self.drafting.observe(work, verdicts, tree, forward))
                 self._count(work, verdicts, clock)
                 self._tell_watchers(work, verdicts, tree, rows, clock)
         except BaseException:
-            self.stats = stats
+            self.stats.restore(stats)
             self._undo(saved, told)
             raise
         return self._emit()
-
-    def _reserve(self, work: Sequence[Work]) -> list[Work]:
-        """Reserve KV for the step's rows, best rank first; return the work there is memory for.
-
-        Where memory runs out, first the drafts of a request are given up and then the request of the worst rank, which
-        waits and is computed again later.
-        """
-        reserved: list[Work] = []
-        for w in work:
-            if w.request not in self._scheduler.running:
-                continue  # preempted for one before it
-            while True:
-                fitting = self._reserve_one(w)
-                if fitting is not None:
-                    reserved.append(fitting)
-                    break
-                victim = self._scheduler.victim()
-                if victim is None:
-                    # Alone it fits, as was checked when it came; so this is memory that somebody else holds.
-                    self.target.cache.reserve(w.request.request_id, w.num_rows)
-                    continue
-                self._preempt(victim)
-                reserved = [r for r in reserved if r.request is not victim]
-                if victim is w.request:
-                    break
-        return reserved
-
-    def _reserve_one(self, w: Work) -> Work | None:
-        """Return the work as far as there is memory for it, without its drafts if need be; None = for nothing."""
-        for most in dict.fromkeys((w.max_draft_tokens, 0)):
-            try:
-                self.target.cache.reserve(w.request.request_id, w.num_rows + most)
-            except OutOfCacheError:
-                continue
-            return w if most == w.max_draft_tokens else replace(w, max_draft_tokens=0)
-        return None
-
-    def _preempt(self, request: Request) -> None:
-        """Give up a running request's KV; its tokens stay, and it is computed again when it is admitted again."""
-        self._scheduler.preempt(request)
-        self.target.cache.release(request.request_id)
-        self.drafting.release(request)
-        request.num_computed = 0
-        request.stats.num_preemptions += 1
-        self.stats.num_preemptions += 1
-
-    def _publish(self, work: Sequence[Work], observations: Sequence[Observation]) -> None:
-        """Let other requests find the KV of what is committed now, and the hidden states that went to the drafter."""
-        cache = self.target.cache
-        if not cache.prefix_caching:
-            return
-        for w, told in zip(work, observations, strict=True):
-            if told.features is not None:
-                start = w.request.num_computed - len(told.features)
-                cache.store_features(w.request.request_id, start, told.features)
-            cache.publish(w.request.request_id, w.request.tokens)
 
     def _draft(self, work: Sequence[Work], clock: _Clock) -> tuple[TokenTree, Noise]:
         """Return the trees of the B requests that choose a token in this step, and the step's noise."""
@@ -505,32 +451,6 @@ class Engine:
 
     # ------------------------------------------------------------------ keeping the promises
 
-    def _try_open(self, request: Request) -> bool:
-        """Open a request's KV if all its pending tokens and a first draft fit beside what runs now."""
-        cache = self.target.cache
-        if cache.is_open(request.request_id):  # interrupted between opening and running it, or while being preempted
-            request.num_computed = cache.context_len(request.request_id)
-            return True
-        if self._scheduler.running and not cache.has_room(len(request.tokens) + 1 + self._scheduler.max_draft_tokens):
-            return False
-        found = cache.open(request.request_id, len(request.tokens) + request.num_remaining, request.tokens)
-        request.num_computed = found
-        if found:
-            self._begin_behind(request)
-        if request.stats.admission_s is None:
-            request.stats.admission_s = time.perf_counter()
-        return True
-
-    def _begin_behind(self, request: Request) -> None:
-        """Tell the drafter of tokens whose KV the prefix cache has, behind which a request begins."""
-        if not request.new_tokens:
-            request.stats.num_cached_tokens = request.num_computed
-        self.stats.num_cached_tokens += request.num_computed
-        features = None
-        if self.drafter.features:
-            features = self.target.cache.features(request.request_id, 0, request.num_computed)
-        self.drafting.tell_anew(request, features)
-
     def _undo(self, saved: Sequence[tuple[Request, Snapshot, int]], told: bool) -> None:
         """Put every request back to before the step, and tell the drafter if it heard of what did not happen."""
         for request, snapshot, context_len in saved:
@@ -538,7 +458,7 @@ class Engine:
             self.target.cache.restore(request.request_id, context_len)
         if told:
             for request, _, _ in saved:
-                self.drafting.tell_anew(request)
+                self.residency.tell_drafter(request)
 
     def _warn_if_idle(self, request: Request) -> None:
         """Say once that drafting cost more than it gave: what goes unnoticed is never switched off."""

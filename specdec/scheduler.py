@@ -100,7 +100,8 @@ class Scheduler:
 
     def victim(self) -> Request | None:
         """Return the running request that is preempted first, the one of the worst rank; None if at most one runs."""
-        return self.running[-1] if len(self.running) > 1 else None
+        unfinished = [r for r in self.running if r.finish_reason is None]
+        return unfinished[-1] if len(self.running) > 1 and unfinished else None
 
     def schedule(self) -> list[Work]:
         """Return this step's work; the same state gives the same answer."""

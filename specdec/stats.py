@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 
 @dataclass(slots=True)
@@ -164,6 +164,11 @@ class EngineStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+
+    def restore(self, saved: EngineStats) -> None:
+        """Become what a copy says."""
+        for f in fields(self):
+            setattr(self, f.name, getattr(saved, f.name))
 
     @property
     def decode_s(self) -> float:

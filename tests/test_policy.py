@@ -23,7 +23,7 @@ ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import gene
 BASE = {"errors", "interfaces", "registry"}
 CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats", "repetition"}
 ROOMS = CORE | {"kv", "models", "heads"}
-BELOW_ENGINE = {"scheduler", "acceptance", "target_rows", "drafting", "trace", "draft_length"}
+BELOW_ENGINE = {"scheduler", "residency", "acceptance", "target_rows", "drafting", "trace", "draft_length"}
 BELOW_API = ROOMS | BELOW_ENGINE | {"engine", "stream", "planner"}
 # A room may always import itself. `eval` stands in no other room's set: nobody imports it; `train` in `cli`'s alone.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -40,6 +40,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "drafting": ROOMS | {"scheduler", "acceptance"},
     "trace": CORE | {"scheduler", "target_rows", "acceptance"},
     "draft_length": BASE | {"request", "stats", "scheduler", "acceptance"},
+    "residency": CORE | {"kv", "scheduler", "drafting"},
     "engine": ROOMS | BELOW_ENGINE,
     "target_rows": CORE,
     "acceptance": CORE | {"scheduler"},

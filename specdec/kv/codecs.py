@@ -97,8 +97,8 @@ class QuantisedKV:
         return (*self._quantise(keys), *self._quantise(v.to(wide)))
 
     def _quantise(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        # Codes are taken with the scale as it is stored. Rounded to 8 bits it may be a little small, and the row's largest
-        # numbers are cut by half a step at most; rounded up, all others would have longer steps, which was worse.
+        # Codes are taken with the scale as it is stored. Rounded to 8 bits it may be a little small, and the largest
+        # numbers are cut by half a step at most; rounded up, all others would have longer steps, which measured worse.
         scale = (x.abs().amax(dim=-1) / self._largest).clamp_min(_TINY).to(SCALE_DTYPE)
         codes = (x / scale.to(x.dtype)[..., None]).round_().clamp_(-self._largest, self._largest).to(torch.int8)
         return (_pack(codes) if self._largest < 8 else codes), scale

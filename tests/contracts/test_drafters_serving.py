@@ -95,7 +95,7 @@ def test_a_preempted_request_finds_its_own_blocks_again() -> None:
     request = add(some, prompts(30)[0], 40)
     for _ in range(10):
         some.step()
-    some._preempt(request)
+    some.residency.preempt(request)
     assert request.num_computed == 0
     some.step()
     assert some.stats.num_cached_tokens >= 32
@@ -109,7 +109,7 @@ def test_kv_of_a_preempted_request_is_fresh() -> None:
     request = add(some, prompts(30)[0], 40)
     for _ in range(10):
         some.step()
-    some._preempt(request)
+    some.residency.preempt(request)
     for _ in range(3):
         some.step()
         assert_fresh_kv(some.target, request.request_id, request.tokens)

@@ -194,7 +194,7 @@ class TestSteps:
             serving.add_request(PROMPTS[0], max_tokens=3)
         with pytest.raises(ConfigError, match="priority"):
             serving.add_request(PROMPTS[0], priority="high")
-        with pytest.raises(InputError, match="no tokens"):
+        with pytest.raises(InputError, match="takes one prompt, got 0"):
             serving.add_request([])
         with pytest.raises(InputError, match="context limit"):
             serving.add_request([1] * 300)
