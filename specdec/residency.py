@@ -20,6 +20,7 @@ class Residency:
 
     def __init__(self, cache: KVCache, scheduler: Scheduler, drafting: Drafting, stats: EngineStats) -> None:
         self._cache, self._scheduler, self._drafting, self._stats = cache, scheduler, drafting, stats
+        cache.keeps_features = bool(drafting.drafter.features)  # what was kept without them is of no use then
 
     def admit(self) -> None:
         """Let waiting requests run while there is a place, and memory beside what runs now."""

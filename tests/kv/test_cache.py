@@ -68,8 +68,8 @@ def test_the_leftmost_path_of_a_tree_moves_nothing_either(monkeypatch: pytest.Mo
 
 
 def test_chains_end_to_end_move_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(KVCache, "_move", no_move)
     engine = engine_of(model_of(named("llama")), "scripted", {"accept_counts": [0, 2, 4]})
+    monkeypatch.setattr(KVCache, "_move", no_move)  # only now: a model is compared over trees before it is used
     requests = [add(engine, [5, 6, 7], 20), add(engine, [9], 12)]
     drain(engine)
     assert [len(r.new_tokens) for r in requests] == [20, 12]

@@ -41,7 +41,7 @@ class TestRoundTrip:
         codec = QuantisedKV(name)
         k, v = rows(20, 3, key, dtype=torch.float64).to(dtype), 1e-6 * rows(20, 3, value, seed=1).to(dtype)
         got = codec.decode(0, codec.encode(0, k, v), dtype)
-        # Half a step; the scale is rounded to 8 bits, which may cut the largest number, and bfloat16 rounds what is read.
+        # Half a step; the scale is rounded to 8 bits, which may cut the largest number; bfloat16 rounds what is read.
         bound = 0.5 / LARGEST[name] + 2**-8 + (2**-7 if dtype == torch.bfloat16 else 0)
         for x, y in zip((k, v), got, strict=True):
             assert y.shape == x.shape
