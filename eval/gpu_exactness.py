@@ -25,7 +25,7 @@ _TIMES, _SHARE = 2.0, 1e-3
 def float32_checks(rig: Rig) -> Iterator[Check]:
     """Yield the comparisons with transformers' greedy generate() in float32, chains and trees, alone and in a batch."""
     for drafter in rig.config.drafters:
-        yield f"float32 {drafter}", partial(_greedy, rig, torch.float32, drafter)
+        yield drafter, partial(_greedy, rig, torch.float32, drafter)
     yield "prefix caching", partial(_prefixes, rig)
     yield "preemption", partial(_preempted, rig)
 
@@ -35,19 +35,19 @@ def half_checks(rig: Rig) -> Iterator[Check]:
     for name in rig.config.half_dtypes:
         dtype = parse_half(name)
         for drafter in rig.config.drafters:
-            yield f"{name} {drafter}", partial(_greedy, rig, dtype, drafter)
+            yield f"{drafter} in {name}", partial(_greedy, rig, dtype, drafter)
 
 
 def attention_checks(rig: Rig) -> Iterator[Check]:
     """Yield the comparisons of flash-attn's logits with those of torch's attention."""
     for name in rig.config.half_dtypes:
-        yield f"flash-attn {name}", partial(_flash, rig, parse_half(name))
+        yield f"flash-attn in {name}", partial(_flash, rig, parse_half(name))
 
 
 def kv_checks(rig: Rig) -> Iterator[Check]:
     """Yield the comparisons of drafting with no drafting over quantised KV."""
     for name in _TIES:
-        yield f"{name} KV", partial(_quantised, rig, name)
+        yield f"KV in {name}", partial(_quantised, rig, name)
 
 
 def _greedy(rig: Rig, dtype: torch.dtype, drafter: str, **options: Any) -> Finding:

@@ -78,7 +78,7 @@ class Rig:
         try:
             return LLM(self.of(dtype), tokenizer=self.tokenizer, drafter=drafter, **options)
         except IncompatibleDrafterError as error:
-            raise NotHere(str(error)) from error
+            raise NotHere(str(error).partition(". ")[0]) from error  # the rest is advice
 
     def expected(self, dtype: torch.dtype) -> list[list[int]]:
         """Return transformers' greedy answers to the prompts."""

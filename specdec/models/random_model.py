@@ -19,7 +19,7 @@ _SHAPES: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 4,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "initializer_range": 0.3,
+        "initializer_range": 0.15,
     },
     # Llama 3.2 1B and Llama 3.1 8B: AI@Meta 2024, arXiv 2407.21783
     "1b": {

@@ -42,7 +42,7 @@ def ratios(times: Times, cost: float, rate: float, batch: int, rounds: int, seed
     return [plain(times, lengths, batch) / run.seconds for run in runs]
 
 
-@pytest.mark.parametrize("batch", [1, 4, 16])
+@pytest.mark.parametrize("batch", [1, 4, 32])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_fault_24_and_25_it_never_loses_to_no_drafting(shape: str, batch: int) -> None:
     worst = {}
