@@ -43,9 +43,9 @@ def measure(config: Any) -> dict[str, Any]:
     prompts = encode(engine.llm, texts, config.prompts.chat)
     pairs = []
     for repeat in range(-1, config.repeats):  # the first is a warm-up
-        # A first token of its own: no repeat begins like another one.
+        # First tokens of their own: prompts of one chat template begin alike, and here only pairs may.
         prefix = [repeat + 2, *long_prompt(prompts, config.prefix_tokens - 1, max(repeat, 0))]
-        ends = [long_prompt(prompts, config.suffix_tokens, repeat + 2 + i) for i in (0, 3)]
+        ends = [[token, *long_prompt(prompts, config.suffix_tokens - 1)] for token in (1, 2)]
         cold = ask(engine, [*prefix, *ends[0]], config.max_new_tokens)
         warm = ask(engine, [*prefix, *ends[1]], config.max_new_tokens)
         if repeat >= 0:

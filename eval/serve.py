@@ -61,6 +61,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) ->
     summary = summarise(outcomes, run.wall_s, load.slo_ttft_s, load.slo_tpot_s)
     core = engine.llm.engine
     return {
+        "provenance": provenance(),
         "model": str(getattr(engine.llm.model.config, "name_or_path", "") or type(engine.llm.model).__name__),
         "drafter": core.drafter.name,
         "lossless": core.verifiers.sampled.lossless,
@@ -132,7 +133,7 @@ def measure(config: Any) -> dict[str, Any]:
     )
     texts, _ = load_texts(config.prompts)
     found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load)
-    return {"config": OmegaConf.to_container(config, resolve=True), "provenance": provenance(), **found}
+    return {"config": OmegaConf.to_container(config, resolve=True), **found}
 
 
 def show(result: dict[str, Any], to: Console = console) -> bool:

@@ -186,14 +186,13 @@ def _serve(
         from specdec.eval.load import LoadConfig
         from specdec.eval.serve import serve, show
         from specdec.eval.serve_plot import plot_serve
-        from specdec.provenance import provenance
         from specdec.serving.engine import Engine
 
         load = LoadConfig(**given)
         engine = Engine(model, **engine_options)
     ids = _encoded(engine, prompts, raw)
     with view.doing(f"{load.arrivals} load, {load.rate:g} requests/s", spin=False):
-        result = {"provenance": provenance(), **serve(engine, ids, load)}
+        result = serve(engine, ids, load)
     if plot is not None:
         say(f"drawn to {plot_serve(result, plot)}")
     if as_json:

@@ -60,7 +60,8 @@ def random_model(
     if size not in _SHAPES:
         raise ConfigError(f"size={size!r}; allowed: {', '.join(map(repr, _SHAPES))}")
     config = LlamaConfig(max_position_embeddings=_POSITIONS, **_NO_IDS, **_SHAPES[size])
-    with torch.random.fork_rng(), torch.device(device):
+    place = torch.device(device)
+    with torch.random.fork_rng([] if place.type == "cpu" else [place]), place:
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(config, dtype=dtype)
     return model.eval().requires_grad_(False)

@@ -108,6 +108,18 @@ def test_equals_sdpa(lengths: dict[int, int], new: dict[int, int], options: dict
     torch.testing.assert_close(got, want, rtol=1e-9, atol=1e-9)
 
 
+def test_layers_of_one_forward_with_other_windows() -> None:
+    results = []
+    for backend in (None, Emulated()):
+        cache = KVCache(block_tokens=PAGE_TOKENS, backend=backend)
+        cache.open(0, 20)
+        cache.reserve(0, 20)
+        plan, rows = cache.plan([segment(0, 20)]), Rows()
+        patterns = (sliding_window(3), None, sliding_window(5), chunks(4))
+        results.append([cache.attend(plan, i, *rows(20), pattern=pattern) for i, pattern in enumerate(patterns)])
+    torch.testing.assert_close(results[1], results[0])
+
+
 def test_blocks_of_such_requests_are_scattered() -> None:
     new = {0: 40, 1: 300, 2: 6}
     cache = filled({0: 520, 1: 3, 2: 530}, new, Rows())
