@@ -87,6 +87,7 @@ class DraftModelDrafter:
         self._history = RespelledHistory(vocabulary.spell)
         self._shape, self._sampled = shape, sampled
         self.samples = shape is None or sampled
+        self.draft_depth = None if shape is None else shape.depth
         self._open: dict[int, _Reservation] = {}
         self.advised_draft_tokens: int | None = None
 
@@ -207,6 +208,8 @@ class DraftModelDrafter:
         if self.max_position is None:
             return request
         room = max(0, self.max_position - len(self._history.of(request.request_id)) + 1)
+        if self.draft_depth is not None and self.draft_depth <= room:
+            return request
         return request if request.max_draft_tokens <= room else replace(request, max_draft_tokens=room)
 
     def _reserve(self, requests: Sequence[DraftRequest], num_rows: Sequence[int]) -> None:

@@ -63,6 +63,7 @@ class EagleDrafter:
         self.features = head.module.config.features
         self.max_position: int | None = head.module.config.max_positions
         self.samples = shape is None or sampled
+        self.draft_depth = None if shape is None else shape.depth
         self.advised_draft_tokens: int | None = None
         self.weight_bytes = 0  # beside the target's
         self._texts: dict[int, FeatureRows] = {}

@@ -34,6 +34,7 @@ class EarlyExitDrafter:
         self.target_cache = runner.cache
         self.max_position: int | None = runner.max_positions
         self.samples = tree is None
+        self.draft_depth = None if tree is None else tree.depth
 
     @classmethod
     def build(cls, context: DrafterContext, num_layers: int | None = None, tree: Any = None) -> EarlyExitDrafter:

@@ -47,6 +47,7 @@ class MedusaDrafter:
         self.features: FeatureSpec = head.module.config.features
         # By request: the position of its last token, and the hidden state [H] that token was predicted from.
         self._last: dict[int, tuple[int, Tensor]] = {}
+        self.draft_depth = head.module.config.num_heads  # no tree is deeper
         self.advised_draft_tokens: int | None = None
 
     @classmethod

@@ -35,6 +35,7 @@ class TokenRecyclingDrafter:
     def __init__(self, vocab_size: int, tree: StaticTree | None, top_k: int = 8) -> None:
         self.features = FeatureSpec(top_k=top_k)
         self._vocab_size, self._top_k = vocab_size, top_k
+        self.draft_depth = None if tree is None else tree.depth
         self._tree, self._levels = tree, [] if tree is None else _level_tensors(tree)
         self._after: Tensor | None = None  # [V, top_k] int32, -1 = not known; made when there is something to learn
 

@@ -60,7 +60,8 @@ class Drafting:
         position = len(request.tokens) - 1
         if self.drafter.max_position is not None:
             # Draft positions past the drafter's limit are not drafted; the target goes on alone.
-            most = max(0, min(most, self.drafter.max_position - position))
+            room, depth = max(0, self.drafter.max_position - position), getattr(self.drafter, "draft_depth", None)
+            most = most if depth is not None and depth <= room else min(most, room)
         return DraftRequest(request.request_id, request.tokens[-1], position, most, request.sampling, min_confidence)
 
     def _propose(self, requests: Sequence[DraftRequest], owners: Sequence[Request], noise: Noise) -> TokenTree | None:

@@ -97,6 +97,7 @@ class Engine:
             max_batch_size=config.max_batch_size,
             prefill_chunk_tokens=config.prefill_chunk_tokens,
             max_draft_tokens=self.config.max_draft_tokens or 0,  # a number now
+            draft_depth=getattr(drafter, "draft_depth", None),
         )
         self._requests: dict[int, Request] = {}
         self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads
@@ -412,7 +413,9 @@ class Engine:
     def _try_open(self, request: Request) -> bool:
         if self.target.cache.is_open(request.request_id):
             return True  # a step that was interrupted between opening and running it
-        total = len(request.tokens) + request.num_remaining
+        # A tree may have more nodes than there are tokens left to generate.
+        spare = 0 if self._scheduler.draft_depth is None else self._scheduler.max_draft_tokens
+        total = len(request.tokens) + request.num_remaining + spare
         try:
             self.target.cache.open(request.request_id, total)
         except OutOfCacheError:

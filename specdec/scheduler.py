@@ -23,10 +23,17 @@ class Work:
 class Scheduler:
     """First come, first served; decode rows always run, prompts share a budget of rows per step."""
 
-    def __init__(self, *, max_batch_size: int, prefill_chunk_tokens: int, max_draft_tokens: int) -> None:
+    def __init__(
+        self,
+        *,
+        max_batch_size: int,
+        prefill_chunk_tokens: int,
+        max_draft_tokens: int,
+        draft_depth: int | None = None,  # of the drafter's trees, whose nodes are not all on one path; None = chains
+    ) -> None:
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
-        self.max_draft_tokens = max_draft_tokens
+        self.max_draft_tokens, self.draft_depth = max_draft_tokens, draft_depth
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
 
@@ -57,15 +64,19 @@ class Scheduler:
                 continue  # the step that ended it was interrupted before it could hand its tokens out
             pending = request.num_pending
             if pending == 1 and request.num_computed >= request.num_prompt_tokens:
-                # The step emits one token beyond the drafts, so the last token is never worth drafting.
-                most = min(self.max_draft_tokens, request.num_remaining - 1)
-                work.append(Work(request, 1, most, samples=True, is_prefill=False))
+                work.append(Work(request, 1, self._most_drafts(request), samples=True, is_prefill=False))
                 continue
             rows = min(pending, budget)
             if rows:
                 budget -= rows
                 work.append(Work(request, rows, 0, samples=rows == pending, is_prefill=True))
         return work
+
+    def _most_drafts(self, request: Request) -> int:
+        # The step emits one token beyond the drafts, so the last token is never worth drafting.
+        room = request.num_remaining - 1
+        whole_tree = self.draft_depth is not None and self.draft_depth <= room
+        return self.max_draft_tokens if whole_tree else min(self.max_draft_tokens, room)
 
     def requests(self) -> Iterable[Request]:
         """Return every request the scheduler knows."""

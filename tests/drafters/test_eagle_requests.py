@@ -20,7 +20,7 @@ from specdec.heads.saving import save_head
 from specdec.heads.target import head_target
 from specdec.interfaces import DraftRequest, Observation, SamplingParams, TokenTree
 from specdec.models.build import runner_for
-from tests.decoding import add, drain, engine_of, prompts
+from tests.decoding import add, drain, engine_of, prompts, reference
 from tests.drafters.looping import looping_model
 from tests.drafters.test_eagle import DYNAMIC, PROMPTS, RAGGED, compared, engine_with, head_of, noise_of, text_of, told
 from tests.faults import test_sampling_end_to_end as sampling_tests
@@ -335,3 +335,22 @@ class TestWhichHead:
             out[repr(kind)] = [r.stats.num_accepted_tokens for r in requests]
         assert len({str(counts) for counts in out.values()}) == 1
         assert sum(isinstance(key, tuple) and str(tmp_path) in key for key in runner.loaded) == 1
+
+
+def test_trees_are_whole_up_to_the_last_tokens() -> None:
+    """What is left to generate bounds the depth of a tree, not its nodes."""
+    model = model_of(named("llama"))
+    engine = engine_of(
+        model, "eagle3", {"model": tiny_eagle(runner_for(model)), "tree": [3, 2, 1]}, max_draft_tokens=15
+    )
+    request = add(engine, prompts(7)[0], 8)
+    drafted = []
+    while engine.has_unfinished:
+        before = request.stats.num_draft_tokens
+        left = request.num_remaining
+        engine.step()
+        drafted.append((left, request.stats.num_draft_tokens - before))
+    assert request.new_tokens == reference(model, prompts(7)[0], 8)
+    assert all(nodes == 15 for left, nodes in drafted[1:] if left > 3)
+    assert all(nodes == left - 1 for left, nodes in drafted[1:] if left <= 3)
+    assert drafted[1:]
