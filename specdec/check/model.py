@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from specdec.build import build_drafter
+from specdec.check.trained import SHIPPED_KINDS, shipped_drafter
 from specdec.errors import ModelOutputError, SpecdecError, UnsupportedModelError
 from specdec.kv.flash import find_attention
 from specdec.models.build import RunnerConfig, build_runner, runner_for
@@ -62,6 +63,7 @@ class ModelReport:
     attention: str | None = None  # what attends on this machine and why; None: the model's own code
     eos_token_ids: list[int] = field(default_factory=list)
     drafters: dict[str, str | None] = field(default_factory=dict)  # name -> why it cannot run here, or None
+    shipped: dict[str, str] = field(default_factory=dict)  # drafter -> the trained one that ships for this model
     probe: dict[str, Any] = field(default_factory=dict)  # what the comparison on a small instance found
     weights: WeightCheck | None = None
     notes: list[str] = field(default_factory=list)
@@ -152,7 +154,7 @@ def _described(found: Described, known: Compatibility, wanted: torch.dtype | str
         lean=known.lean is True,
         attention=_attention(known.level, _device_of(found), dtype),
         eos_token_ids=sorted(eos_token_ids(found)),
-        drafters=_drafters(found, known, sizes),
+        **_drafters(found, known, sizes, notes),
         probe=known.to_dict() if known.level is not None else {},
         notes=notes,
     )
@@ -200,14 +202,23 @@ def _kv_values(config: Any, known: Compatibility) -> int | None:
         return None
 
 
-def _drafters(found: Described, known: Compatibility, sizes: WeightSizes | None) -> dict[str, str | None]:
-    """Return why each drafter cannot run, or None; tried on the small instance, with its default options."""
+def _drafters(found: Described, known: Compatibility, sizes: WeightSizes | None, notes: list[str]) -> dict[str, Any]:
+    """Return why each drafter cannot run, or None, and which trained ones ship.
+
+    Tried on the small instance with their default options, but for those whose condition shrinking changes.
+    """
     names = [name for name in DRAFTERS.names() if ".testing:" not in DRAFTERS.table.get(name, "")]
     if known.verdict not in ("trees", "chains"):
         return {}
+    shipped = {name: shipped_drafter(name, found) for name in (*SHIPPED_KINDS, "draft_model")}
+    notes += [note for ship in shipped.values() if (note := ship.note)]
     small = small_instance(shrink(found.config), class_to_try(found.config, found.model_class))
     runner = build_runner(small, RunnerConfig(kernels="off"))
-    return {name: _why_not(name, runner.with_own_cache(), sizes) for name in names}
+    reasons = {
+        name: shipped[name].reason if name in SHIPPED_KINDS else _why_not(name, runner.with_own_cache(), sizes)
+        for name in names
+    }
+    return {"drafters": reasons, "shipped": {name: ship.name for name, ship in shipped.items() if ship.name}}
 
 
 def _why_not(name: str, runner: Any, sizes: WeightSizes | None) -> str | None:

@@ -6,7 +6,9 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from specdec.check.model import known_before_weights
+from specdec.check.trained import UNSURE, is_target, sizes_of_target, trained_config
 from specdec.errors import IncompatibleDrafterError
+from specdec.heads.shipped_heads import kind_of_config
 from specdec.models.compatibility import max_positions
 from specdec.models.described import Described, describe
 from specdec.models.vocabulary import SharedTokens, Vocabulary, match_vocabularies, summary
@@ -19,11 +21,12 @@ class PairReport:
     target: str
     draft: str
     fits: bool
+    drafter: str | None = None  # "eagle3", ...: it is no language model but was trained as a drafter, of this name
     reason: str | None = None  # why not
     target_vocab_size: int | None
     draft_vocab_size: int | None
-    target_max_positions: int | None
-    draft_max_positions: int | None
+    target_max_positions: int | None = None
+    draft_max_positions: int | None = None
     vocabulary: str | None = None  # "same", or "intersection": only the shared tokens are drafted
     num_shared_tokens: int | None = None  # of an intersection
     shared_token_share: float | None = None  # of the target's tokens
@@ -45,7 +48,7 @@ def check_pair(
 
     Args:
         target: as in `check`.
-        draft: as in `check`.
+        draft: as in `check`; or a trained drafter in specdec's own layout, by folder or shipped name.
         target_tokenizer: the target's; default: the one that comes with it.
         draft_tokenizer: the draft model's.
         trust_remote_code: run Python code that comes with the checkpoints.
@@ -53,6 +56,9 @@ def check_pair(
     Raises:
         ModelLoadError: a model cannot be found or read.
     """
+    trained = trained_config(draft)
+    if trained is not None:
+        return _trained_pair(describe(target, trust_remote_code), str(draft), trained)
     ends = [describe(end, trust_remote_code) for end in (target, draft)]
     tokenizers = [
         tokenizer if tokenizer is not None else end.tokenizer(trust_remote_code)
@@ -74,6 +80,33 @@ def check_pair(
         num_shared_tokens=None if shared is None else len(shared),
         shared_token_share=None if shared is None else shared.share,
         warnings=_pair_warnings(vocab, positions, tokenizers, shared),
+    )
+
+
+def _trained_pair(target: Described, draft: str, config: dict[str, Any]) -> PairReport:
+    """Tell whether a trained drafter is this target's."""
+    trained_for, kind = config["target"], kind_of_config(config)
+    hidden_size, vocab_size = (None, None) if target.config is None else sizes_of_target(target)
+    fits = target.config is not None and is_target(target, trained_for)
+    reason = None
+    if fits is False:
+        reason = (
+            f"it was trained for {trained_for['name']} (hidden size {trained_for['hidden_size']}, "
+            f"{trained_for['vocab_size']} tokens), and {target.name} (hidden size {hidden_size}, {vocab_size} tokens) "
+            "is another model"
+        )
+    warnings = [f"it is a trained {kind} drafter, no language model: give it as the drafter itself, --drafter {draft}"]
+    if fits is None:
+        warnings.append("it " + UNSURE.format(trained_for["name"]))
+    return PairReport(
+        target=target.name,
+        draft=draft,
+        fits=fits is not False,
+        drafter=kind,
+        reason=reason,
+        target_vocab_size=vocab_size,
+        draft_vocab_size=trained_for["vocab_size"],
+        warnings=warnings,
     )
 
 

@@ -26,7 +26,7 @@ _FACTS = (
     *("architecture", "model_type", "level", "num_layers", "layers", "windows", "dtype", "num_parameters"),
     *("weight_bytes", "kv_bytes_per_token", "vocab_size", "max_positions", "eos_token_ids", "lean", "attention"),
 )
-_APART = {"name", "verdict", "runs", "feature", "advice", "drafters", "probe", "weights", "notes", *_FACTS}
+_APART = {"name", "verdict", "runs", "feature", "advice", "drafters", "shipped", "probe", "weights", "notes", *_FACTS}
 
 
 def check_command(
@@ -99,7 +99,7 @@ def _print_report(out: Console, report: dict[str, Any]) -> None:
         )
     if report.get("drafters"):
         out.print()
-        out.print(_drafters(report["drafters"]))
+        out.print(_drafters(report["drafters"], report.get("shipped") or {}))
     for note in report.get("notes") or ():
         _paragraph(out, "note", note)
 
@@ -107,7 +107,8 @@ def _print_report(out: Console, report: dict[str, Any]) -> None:
 def _print_pair(out: Console, pair: dict[str, Any]) -> None:
     out.print()
     fits = pair["fits"]
-    style, meaning = ("green", "fits as draft model") if fits else ("red", "does not fit as draft model")
+    role = f"drafter ({pair['drafter']})" if pair.get("drafter") else "draft model"
+    style, meaning = ("green", f"fits as {role}") if fits else ("red", f"does not fit as {role}")
     _print_wrapped(out, Text.assemble((plain(pair["draft"]), "bold"), ": ", (meaning, style)))
     if pair.get("reason"):
         _paragraph(out, "why", pair["reason"])
@@ -146,9 +147,10 @@ def _shown(name: str, value: Any) -> str:
     return shown(name, value) if isinstance(value, int | float) else str(value)
 
 
-def _drafters(drafters: dict[str, str | None]) -> Table:
+def _drafters(drafters: dict[str, str | None], shipped: dict[str, str]) -> Table:
     table = Table("drafter", "", box=None, pad_edge=False)
     for name, reason in drafters.items():
-        found = Text("can run", style="green") if reason is None else Text(plain(reason), style="yellow")
+        with_what = f" ({shipped[name]})" if name in shipped else ""
+        found = Text(f"can run{with_what}", style="green") if reason is None else Text(plain(reason), style="yellow")
         table.add_row(name, found)
     return table

@@ -46,9 +46,10 @@ def export_command(
     """Write an EAGLE-3 head for vLLM or SGLang, and print the command that serves it."""
     with ending_with_a_status(), LogView() as view:
         quiet_transformers()
-        from specdec.heads.exporting import layout_named
+        from specdec.heads.exporting import layout_named, refuse_draft_model
 
         layout_named(to)
+        refuse_draft_model(source)
         model = target or _named_target(source)
         name = target_name or _served_name(model)
         with view.doing(f"loading {model}", spin=is_local(model)):

@@ -26,7 +26,7 @@ _AUTO = {
 def list_command(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
-    """List drafters, verifiers and built-in models."""
+    """List drafters, the trained ones that ship, verifiers and built-in models."""
     with ending_with_a_status():
         drafters = _entries(DRAFTERS)
         tests = [entry for entry in drafters if DRAFTERS.table.get(entry["name"], "").startswith(_TESTING)]
@@ -34,6 +34,7 @@ def list_command(
             "drafters": [entry for entry in drafters if entry not in tests],
             "test_drafters": tests,
             "verifiers": [_AUTO, *_entries(VERIFIERS)],
+            "trained_drafters": _trained(),
             "models": [
                 {
                     "name": model.name,
@@ -67,6 +68,16 @@ def _entry(registry: Registry, name: str) -> dict[str, Any]:
     return entry if registry is DRAFTERS else {**entry, "lossless": bool(getattr(kind, "lossless", True))}
 
 
+def _trained() -> list[dict[str, Any]]:
+    from specdec.heads.shipped_heads import kind_of_config, shipped_config, shipped_names
+
+    configs = {name: shipped_config(name) for name in shipped_names()}
+    return [
+        {"name": name, "drafter": kind_of_config(config), "target": config["target"]["name"]}
+        for name, config in configs.items()
+    ]
+
+
 def _plain_value(value: Any) -> Any:
     return value if value is None or isinstance(value, bool | int | float | str | list | tuple | dict) else str(value)
 
@@ -75,6 +86,7 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
     out = output()
     for title, kind, key in (
         ("Drafters", "drafter", "drafters"),
+        ("Trained drafters that ship", "trained drafter", "trained_drafters"),
         ("Verifiers", "verifier", "verifiers"),
         ("Built-in models", "model", "models"),
         ("Drafters for tests and measurements", "drafter", "test_drafters"),
@@ -97,6 +109,8 @@ def _print(found: dict[str, list[dict[str, Any]]]) -> None:
 def _row(entry: dict[str, Any]) -> tuple[Text, Text]:
     if "error" in entry:
         return Text(plain(f"cannot be loaded: {entry['error']}"), style="red"), Text("")
+    if "target" in entry:
+        return Text(f"{entry['drafter']} for {entry['target']}"), Text("")
     if "title" in entry:
         return Text(entry["title"]), Text("installed" if entry["installed"] else f"`{entry['install']}`")
     summary = plain(entry["summary"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
+from difflib import get_close_matches
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from specdec.registry import refuse_unknown
 if TYPE_CHECKING:
     from specdec.train.run import RunConfig
 
+SETTINGS_PAGE = "docs/train_a_drafter.md"
 _FOLDER = "train"  # of specdec.configs
 _FREE = ("options", "settings")  # whose names depend on the method
 
@@ -34,11 +36,14 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
     Raises:
         ConfigError: a name is unknown, a value has the wrong type or is missing, or something is given twice.
     """
+    from specdec.train.advice import ADVISED
     from specdec.train.jobs import METHODS, OPTIONS
-    from specdec.train.run import ADVISED, RunConfig
+    from specdec.train.run import RunConfig
 
     if method not in METHODS:
-        refuse_unknown("specdec train", [method], METHODS)
+        close = get_close_matches(method, METHODS, n=1, cutoff=0.4)
+        hint = f" did you mean {close[0]!r}?" if close else ""
+        raise ConfigError(f"specdec train has no method {method!r};{hint} available: {', '.join(METHODS)}")
     schema = OmegaConf.structured(RunConfig)
     _make_writable(schema)
     schema.data.prompts = MISSING  # nobody trains on prompts that were not named
@@ -51,7 +56,7 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
         OmegaConf.update(layers[-2], name, value, force_add=True)
     config = schema
     for layer in layers:
-        refuse_unknown("specdec train", _given_names(layer, known), known)
+        _refuse_unknown_settings(method, _given_names(layer, known), known)
         if OmegaConf.select(layer, "loop.precision") is False:
             layer.loop.precision = "no"  # which YAML takes for false
         try:
@@ -59,6 +64,21 @@ def compose(method: str, given: dict[str, Any], recipe: str | None, overrides: S
         except OmegaConfBaseException as error:
             raise _wrong_value(error, layer) from error
     return _built(config, method, given.get("out"), recipe)
+
+
+def _refuse_unknown_settings(method: str, given: Iterable[str], known: set[str]) -> None:
+    """Raise ConfigError for the first name that is none, with those that are like it and where all are described."""
+    for name in given:
+        if name in known:
+            continue
+        group = name.partition(".")[0]
+        close = get_close_matches(name, sorted(known), n=3, cutoff=0.75)
+        of_group = sorted(other for other in known if other.startswith(f"{group}."))
+        hint = f"did you mean {' or '.join(map(repr, close))}?" if close else f"available: {', '.join(of_group)};"
+        raise ConfigError(
+            f"specdec train {method} has no setting {name!r}; {hint if close or of_group else ''} all settings are "
+            f"listed in {SETTINGS_PAGE}"
+        )
 
 
 def recipes() -> list[str]:

@@ -21,11 +21,15 @@ if TYPE_CHECKING:
 
 def train_command(
     method: Annotated[
-        str, typer.Argument(help="eagle3, medusa or draft_model.", autocompletion=completion.train_methods)
+        str, typer.Argument(help="eagle3, medusa or draft_model, see above.", autocompletion=completion.train_methods)
     ],
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Any setting: loop.num_tokens=200000 data.max_examples=500."),
+        typer.Argument(
+            metavar="[KEY=VALUE]...",
+            help="Any setting: loop.num_tokens=200000 data.max_examples=500. All are listed in "
+            "docs/train_a_drafter.md.",
+        ),
     ] = None,
     target: Annotated[
         str | None,
@@ -60,14 +64,22 @@ def train_command(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="Settings from configs/train, or a .yaml file.",
+            help="Settings of a drafter that ships (smollm2_eagle3, smollm2_medusa, smollm2_draft_model), or a "
+            ".yaml file.",
             show_default=False,
             autocompletion=completion.recipes,
         ),
     ] = None,
+    trust_remote_code: given_as.TrustRemoteCode = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")] = False,
 ) -> None:
     """Train a drafter for a model: it answers prompts, a head learns from its hidden states, the engine measures it.
+
+    eagle3: one decoder layer over hidden states of three of the target's blocks. The longest drafts; can be exported.
+
+    medusa: residual blocks on the last hidden state, which guess all places in one pass. The fastest training.
+
+    draft_model: copies of some of the target's blocks as a small model, which reads the whole text itself.
 
     The same command goes on where a stopped or killed run was.
     """
@@ -78,6 +90,8 @@ def train_command(
         from specdec.train.run import run
 
         given = given_as.given(target=target, out=_text(out), features=_text(features))
+        if trust_remote_code:
+            given["trust_remote_code"] = True
         if prompts is not None:
             given["data.prompts"] = prompts
         config = compose(method, given, recipe, overrides or [])

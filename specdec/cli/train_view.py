@@ -27,6 +27,7 @@ class TrainView(Report):
         self._stage, self._total, self._done = "", 0, 0
         self._begun: float | None = None
         self._first, self._last_line = 0, -_SECONDS_BETWEEN_LINES
+        self._num_steps = 0  # draft tokens that the loss is of
         self._interrupts = Interrupts()
         self.curve: Sequence[dict[str, Any]] = ()
         self.acceptance: Sequence[dict[str, Any]] = ()
@@ -40,8 +41,14 @@ class TrainView(Report):
         self._interrupts.__exit__(kind, error, at)
         self._end_bar()
         if kind is KeyboardInterrupt:
-            where = f" in the stage {self._stage!r}, at {self._done:,} of {self._total:,}" if self._stage else ""
-            say(f"stopped{where}; the same command goes on from there", style="yellow", console=self._console)
+            say(f"stopped{self._where()}; the same command goes on from there", style="yellow", console=self._console)
+
+    def _where(self) -> str:
+        if not self._stage:
+            return ""
+        if self._stage == "capture":
+            return f" in the stage 'capture': {self._done:,} of {self._total:,} prompts are answered and stored"
+        return f" in the stage {self._stage!r}, at {self._done:,} of {self._total:,}"
 
     def wants_to_stop(self) -> bool:
         return self._interrupts.seen
@@ -57,7 +64,12 @@ class TrainView(Report):
         self._advance(num_prompts, "prompts", f"{num_tokens:,} tokens")
 
     def trained(self, num_tokens: int, figures: dict[str, Any]) -> None:
-        first = (figures.get("accuracy") or [0.0])[0]
+        accuracy = figures.get("accuracy") or [0.0]
+        first = accuracy[0]
+        if 0 < self._num_steps < len(accuracy):
+            about = f"from here on {len(accuracy)} draft tokens per position are learned, so the loss jumps: it is"
+            say(f"train: {about} their sum, and was that of {self._num_steps}", console=self._console)
+        self._num_steps = len(accuracy)
         self._advance(num_tokens, "tokens", f"loss {figures.get('loss', 0.0):.3f}, first token right {first:.1%}")
 
     def measured(self, num_prompts: int) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from specdec.errors import CheckpointError
+from specdec.heads.config_checks import is_number
 
 T = TypeVar("T")
 _MISSING: Any = object()
@@ -26,7 +27,7 @@ class ConfigFields:
         return found
 
     def number(self, name: str, default: Any = _MISSING) -> float:
-        found = self._get(name, default, lambda v: isinstance(v, int | float) and type(v) is not bool, "a number")
+        found = self._get(name, default, is_number, "a finite number")
         return float(found)
 
     def text(self, name: str, default: Any = _MISSING) -> str:
@@ -43,15 +44,27 @@ class ConfigFields:
         )
         return found
 
+    def numbers(self, name: str) -> list[float]:
+        """Return a list of finite numbers."""
+        found: list[float] = self._get(
+            name, _MISSING, lambda v: isinstance(v, list) and all(map(is_number, v)), "a list of numbers"
+        )
+        return found
+
     def texts(self, name: str) -> list[str]:
         """Return a list of texts; a single one counts as a list of it."""
-        found = self.values.get(name)
-        return [found] if isinstance(found, str) else [x for x in found or () if isinstance(x, str)]
+        found = self._get(name, [], lambda v: isinstance(v, str | list), "a list of texts")
+        return [found] if isinstance(found, str) else [x for x in found if isinstance(x, str)]
 
     def inner(self, name: str) -> ConfigFields:
         """Return the object under `name`, an empty one where there is none."""
         found = self._get(name, {}, lambda v: isinstance(v, dict), "an object")
         return ConfigFields(found, f"{self.where}, {name}")
+
+    def advice(self) -> dict[str, Any]:
+        """Return these fields as options that a drafter advises. A tree is checked where it is drafted with."""
+        self.integer("max_draft_tokens", None)
+        return dict(self.values)
 
     def _get(self, name: str, default: Any, fits: Callable[[Any], Any], allowed: str) -> Any:
         value = self.values.get(name)

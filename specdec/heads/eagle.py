@@ -15,12 +15,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.errors import CheckpointError
+from specdec.heads.config_checks import LARGEST, MOST_MODULES, check_flags, check_integers, check_positive
 from specdec.interfaces import FeatureSpec
 from specdec.models.rotary import RotaryTable, rotate
 
 # layer, q [T, heads, D], k [T, kv_heads, D], v [T, kv_heads, D] -> [T, heads, D]; positions are in q and k already
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
+
+_RANGES = {
+    **dict.fromkeys(("hidden_size", "target_hidden_size", "intermediate_size"), (1, LARGEST)),
+    **dict.fromkeys(("num_heads", "num_kv_heads"), (1, 2**16)),
+    **dict.fromkeys(("vocab_size", "draft_vocab_size", "max_positions"), (1, 2**31)),
+    "head_dim": (1, 2**14),
+    "num_layers": (1, MOST_MODULES),
+}
+_FLAGS = (
+    "attention_bias", "output_bias", "mlp_bias", "qk_norm", "fc_bias", "fc_norm", "norm_before_fc",
+    "norm_before_residual", "norm_output",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,9 +70,16 @@ class EagleConfig:
     norm_output: bool = False  # the next step is fed the normed hidden state
 
     def __post_init__(self) -> None:
-        if self.generation not in (1, 3):
+        if type(self.generation) is not int or self.generation not in (1, 3):
             raise CheckpointError(f"generation={self.generation}; allowed: 1 (EAGLE-1 and EAGLE-2), 3 (EAGLE-3)")
-        if self.hidden_act not in _ACTIVATIONS:
+        check_integers(self, _RANGES)
+        check_flags(self, _FLAGS)
+        check_positive("norm_eps", self.norm_eps)
+        self._check_rope()
+        layers = self.feature_layers
+        if not isinstance(layers, tuple) or any(type(layer) is not int for layer in layers):
+            raise CheckpointError(f"feature_layers={layers!r}; allowed: a list of integers")
+        if not isinstance(self.hidden_act, str) or self.hidden_act not in _ACTIVATIONS:
             raise CheckpointError(f"hidden_act={self.hidden_act!r}; allowed: {', '.join(_ACTIVATIONS)}")
         if self.num_heads % self.num_kv_heads:
             raise CheckpointError(f"{self.num_heads} attention heads do not divide into {self.num_kv_heads} KV heads")
@@ -69,6 +89,13 @@ class EagleConfig:
             raise CheckpointError("an EAGLE-3 head fuses hidden states of blocks; feature_layers is empty")
         if self.generation == 1 and (self.feature_layers or self.hidden_size != self.target_hidden_size):
             raise CheckpointError("an EAGLE-1 head works on the target's last hidden state, in the target's width")
+
+    def _check_rope(self) -> None:
+        if self.head_dim % 2:
+            raise CheckpointError(f"head_dim={self.head_dim}; allowed: an even number, whose halves are rotated")
+        if not isinstance(self.rope_parameters, Mapping):
+            raise CheckpointError(f"rope_parameters={self.rope_parameters!r}; allowed: an object")
+        check_positive("rope_theta", self.rope_parameters.get("rope_theta", 10000.0))
 
     @property
     def features(self) -> FeatureSpec:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from specdec.errors import CheckpointError, ConfigError
+from specdec.heads.checkpoint import open_checkpoint
 from specdec.heads.draft_vocabulary import DraftVocabulary
 from specdec.heads.eagle import EagleConfig, EagleHead
 from specdec.heads.loaded import LoadedHead
@@ -22,6 +23,7 @@ from specdec.heads.target import HeadTarget
 from specdec.heads.writing import CARD, CONFIG, WEIGHTS, cast, write_checkpoint
 
 NUM_DRAFT_TOKENS = 3  # of the chain that an engine is launched with
+_EXPORTED = "Exported by specdec from "  # on the card, by which an earlier export is known
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,12 +60,13 @@ def export_head(
 
     Raises:
         ConfigError: `to` names no layout.
-        CheckpointError: the layout cannot hold this head; the folder holds something else or cannot be written.
+        CheckpointError: the layout cannot hold this head; the folder holds something else, such as the
+            head itself, or cannot be written.
     """
     layout = layout_named(to)
     module = _exportable(head, layout, target)
     folder = Path(folder)
-    _refuse_foreign(folder)
+    _refuse_foreign(folder, head.source)
     name = target_name or target.name
     tensors = cast(layout.tensors(module, head.vocabulary, target), dtype)
     config = layout.config(module.config, target, name, dtype, num_draft_tokens)
@@ -79,6 +82,19 @@ def layout_named(name: str) -> ServingLayout:
     if name not in LAYOUTS:
         raise ConfigError(f"unknown layout {name!r} to export to; allowed: {', '.join(LAYOUTS)}")
     return LAYOUTS[name]
+
+
+def refuse_draft_model(source: str) -> None:
+    """Refuse, before its target is loaded, what no layout is for.
+
+    Raises:
+        CheckpointError: it is a distilled draft model, or cannot be found.
+    """
+    if open_checkpoint(source).config.text("kind", "") == "draft_model":
+        raise CheckpointError(
+            f"{source} is a distilled draft model, which borrows its target's embedding and output rows: no other "
+            "engine reads that, so it cannot be exported. EAGLE-3 heads can: specdec train eagle3"
+        )
 
 
 def launch_commands(to: str, folder: Path | str, target_name: str, num_draft_tokens: int) -> dict[str, str]:
@@ -185,22 +201,37 @@ def _has_targets_embedding(module: EagleHead, target: HeadTarget) -> bool:
     return module.shares_embedding or torch.equal(_rows(module.embed_tokens, target), _rows(target.embedding, target))
 
 
-def _refuse_foreign(folder: Path) -> None:
+def _refuse_foreign(folder: Path, source: str) -> None:
+    """Raise CheckpointError if a folder holds anything but an earlier export, or is what is to be exported."""
     if not folder.is_dir():
         return
-    foreign = sorted({path.name for path in folder.iterdir()} - {WEIGHTS, CONFIG, CARD})
+    if folder.resolve() == Path(source).expanduser().resolve():
+        raise CheckpointError(f"{folder} is the head that is to be exported; give a new folder")
+    held = {path.name for path in folder.iterdir()}
+    foreign = sorted(held - {WEIGHTS, CONFIG, CARD})
     if foreign:
         raise CheckpointError(
             f"{folder} holds other files ({', '.join(foreign[:3])}), which an engine would read as part of the head; "
             "give a new folder"
         )
+    if held and not _is_export(folder):
+        raise CheckpointError(
+            f"{folder} holds {', '.join(sorted(held))} that specdec did not export; give a new folder"
+        )
+
+
+def _is_export(folder: Path) -> bool:
+    try:
+        return _EXPORTED in (folder / CARD).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
 
 
 def _card(head: LoadedHead, layout: ServingLayout, target_name: str, num_draft_tokens: int) -> str:
     commands = launch_commands(layout.name, "FOLDER", target_name, num_draft_tokens)
     return (
         f"# EAGLE-3 head for {target_name}\n\n"
-        f"Exported by specdec from `{head.source}` to {layout.title}. To serve it, FOLDER being this folder:\n"
+        f"{_EXPORTED}`{head.source}` to {layout.title}. To serve it, FOLDER being this folder:\n"
         + "".join(f"\n{engine}:\n\n```sh\n{command}\n```\n" for engine, command in commands.items())
     )
 

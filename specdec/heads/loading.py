@@ -150,4 +150,10 @@ def _weight(name: str, checkpoint: Checkpoint, reading: Reading, target: HeadTar
     if name.startswith("lm_head") and reading.row_ids is not None:
         tensor = tensor[reading.row_ids]
     # copy: what is mapped from a file must not change with it
-    return tensor.to(device=target.device, dtype=target.dtype, copy=True)
+    weight = tensor.to(device=target.device, dtype=target.dtype, copy=True)
+    if not bool(torch.isfinite(weight).all()):
+        raise CheckpointError(
+            f"{in_file} has values that are NaN, infinite or too large for {str(target.dtype).removeprefix('torch.')}; "
+            "the file is damaged, or the training has diverged"
+        )
+    return weight

@@ -10,8 +10,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.errors import CheckpointError
+from specdec.heads.config_checks import LARGEST, MOST_MODULES, check_flags, check_integers
 from specdec.interfaces import FeatureSpec
+
+_RANGES = {
+    "hidden_size": (1, LARGEST),
+    "vocab_size": (1, 2**31),
+    "draft_vocab_size": (1, 2**31),
+    "num_heads": (1, MOST_MODULES),
+    "num_layers": (0, MOST_MODULES),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,10 +35,8 @@ class MedusaConfig:
     block_bias: bool = True
 
     def __post_init__(self) -> None:
-        if self.num_heads < 1 or self.num_layers < 0:
-            raise CheckpointError(
-                f"{self.num_heads} Medusa heads of {self.num_layers} blocks; allowed: at least 1 head and 0 blocks"
-            )
+        check_integers(self, _RANGES)
+        check_flags(self, ("own_heads", "block_bias"))
 
     @property
     def features(self) -> FeatureSpec:

@@ -25,25 +25,37 @@ def shipped_folder(name: str) -> Path:
 
 def shipped_for(kind: str, target: HeadTarget) -> str | None:
     """Return the name of the shipped head of this kind ("eagle3", "eagle", "medusa") that is the target's, or None."""
-    for name in shipped_names():
-        config = _config(SHIPPED / name / "config.json")
-        trained_for = config["target"]
-        sizes = (trained_for["hidden_size"], trained_for["vocab_size"])
-        if (
-            kind_of_config(config) == kind
-            and sizes == (target.hidden_size, target.vocab_size)
-            and target.matches(trained_for["probe"])
-        ):
-            return name
-    return None
+    fitting = shipped_of_sizes(kind, target.hidden_size, target.vocab_size)
+    return next((name for name, trained_for in fitting.items() if target.matches(trained_for["probe"])), None)
+
+
+def shipped_of_sizes(kind: str, hidden_size: int, vocab_size: int) -> dict[str, dict[str, Any]]:
+    """Return what the shipped heads of this kind for targets of these sizes were trained for, by name."""
+    configs = {name: shipped_config(name) for name in shipped_names()}
+    return {
+        name: config["target"]
+        for name, config in configs.items()
+        if kind_of_config(config) == kind
+        and (config["target"]["hidden_size"], config["target"]["vocab_size"]) == (hidden_size, vocab_size)
+    }
+
+
+def shipped_config(name: str) -> dict[str, Any]:
+    """Return the config.json of a shipped head."""
+    return _config(SHIPPED / name / "config.json")
 
 
 def no_shipped(kind: str, target: HeadTarget) -> IncompatibleDrafterError:
     """Return the error for a target that no shipped head of this kind is for."""
-    of_kind = [n for n in shipped_names() if kind_of_config(_config(SHIPPED / n / "config.json")) == kind]
+    return IncompatibleDrafterError(why_none_ships(kind, target.name, target.hidden_size, target.vocab_size))
+
+
+def why_none_ships(kind: str, target: str, hidden_size: int | None, vocab_size: int | None) -> str:
+    """Return what there is instead, for a target that no shipped head of this kind is for."""
+    of_kind = [n for n in shipped_names() if kind_of_config(shipped_config(n)) == kind]
     trained = "eagle3" if kind == "eagle" else kind  # there is no training of EAGLE-1 heads
-    return IncompatibleDrafterError(
-        f"no {kind} head ships for {target.name} (hidden size {target.hidden_size}, {target.vocab_size} tokens; of "
+    return (
+        f"no {kind} head ships for {target} (hidden size {hidden_size}, {vocab_size} tokens; of "
         f"this kind ship: {', '.join(of_kind) or 'none'}). Give one, drafter_options={{'model': a folder or hub id}}, "
         f"or train one for your model, specdec train {trained} --target ..., or use the drafter 'self_int8', 'suffix' "
         "or 'ngram', which need no training"

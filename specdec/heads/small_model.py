@@ -12,11 +12,13 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from specdec.errors import CheckpointError, IncompatibleDrafterError
+from specdec.errors import CheckpointError, IncompatibleDrafterError, ModelLoadError
+from specdec.heads.config_fields import ConfigFields
 from specdec.heads.draft_vocabulary import DraftVocabulary, whole_vocabulary
-from specdec.heads.saving import DRAFT_IDS, FORMAT, described
+from specdec.heads.saving import DRAFT_IDS, FORMAT, FORMAT_VERSION, described
 from specdec.heads.target import HeadTarget
 from specdec.heads.writing import CONFIG, WEIGHTS, cast, write_checkpoint
+from specdec.models.checkpoint import read_json
 from specdec.models.small_copy import build_small, own_tensors, small_config
 
 KIND = "draft_model"
@@ -71,21 +73,13 @@ def load_small_model(folder: Path | str, model: Any, target: HeadTarget) -> tupl
     """
     folder = Path(folder)
     about = _about(folder)
-    trained_for = about["target"]
-    if trained_for["hidden_size"] != target.hidden_size or not target.matches(trained_for["probe"]):
-        raise IncompatibleDrafterError(
-            f"the draft model in {folder} was distilled for {trained_for['name']} and borrows that model's embedding; "
-            f"{target.name} is another one"
-        )
+    layers = _layers_for(about, target, folder)
     try:
         tensors = load_file(folder / WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder / WEIGHTS} cannot be read: {error}; it is missing or cut off") from error
-    ids: Tensor | None = tensors.pop(DRAFT_IDS, None)
-    vocabulary = (
-        whole_vocabulary(target.vocab_size) if ids is None else DraftVocabulary(ids.to(torch.int64), target.vocab_size)
-    )
-    small = build_small(small_config(model.config, about["head"]["layers"]), model)
+    vocabulary = _vocabulary(tensors.pop(DRAFT_IDS, None), target, folder)
+    small = build_small(small_config(model.config, layers), model)
     _fill(small, whole_rows(tensors, folder), folder)
     own = [p for p in small.parameters() if p.requires_grad]
     if not vocabulary.is_whole:
@@ -110,7 +104,7 @@ def whole_rows(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
     """Return what `rounded_rows` was made of, as far as int8 holds it; other tensors as they are.
 
     Raises:
-        CheckpointError: a matrix has no scale, or one for other rows.
+        CheckpointError: a matrix has no scale, or one for other rows; a weight is no finite number.
     """
     whole: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
@@ -118,9 +112,17 @@ def whole_rows(tensors: Mapping[str, Tensor], folder: Path) -> dict[str, Tensor]
             continue
         if tensor.dtype == torch.int8:
             scale = tensors.get(name + _SCALE)
-            if scale is None or tensor.dim() != 2 or scale.shape != tensor.shape[:1]:
+            fits = scale is not None and tensor.dim() == 2 and scale.shape == tensor.shape[:1]
+            if scale is None or not fits or not scale.dtype.is_floating_point:
                 raise CheckpointError(f"{folder / WEIGHTS}: {name} is int8 and {name + _SCALE} is missing or misshapen")
             tensor = tensor.to(torch.float32) * scale[:, None]
+        if not tensor.dtype.is_floating_point or not bool(torch.isfinite(tensor).all()):
+            what = f"is stored as {str(tensor.dtype).removeprefix('torch.')}"
+            if tensor.dtype.is_floating_point:
+                what = "has NaN or infinite values"
+            raise CheckpointError(
+                f"{folder / WEIGHTS}: {name} {what}; finite int8 or floating-point weights are expected"
+            )
         whole[name] = tensor
     return whole
 
@@ -130,24 +132,58 @@ def is_small_model(folder: Path) -> bool:
     try:
         about = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return bool(about.get("format") == FORMAT and about.get("kind") == KIND)
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return False
 
 
 def advised_settings(folder: Path) -> dict[str, Any]:
     """Return the options of the drafter that the model in a folder advises."""
-    return dict(_about(folder).get("settings") or {})
+    return _about(folder).inner("settings").advice()
 
 
-def _about(folder: Path) -> dict[str, Any]:
+def _about(folder: Path) -> ConfigFields:
     try:
-        about: dict[str, Any] = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
-        if about["format"] != FORMAT or about["kind"] != KIND:
-            raise KeyError(f"format {about['format']!r}, kind {about['kind']!r}")
-        _ = about["head"]["layers"], about["target"]["probe"], about["target"]["hidden_size"], about["target"]["name"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        about = ConfigFields(read_json(folder / CONFIG), str(folder / CONFIG))
+        kind, version = (about.text("format"), about.text("kind")), about.integer("format_version")
+        if kind != (FORMAT, KIND) or version != FORMAT_VERSION:
+            raise CheckpointError(f"format {kind[0]!r}, kind {kind[1]!r}, format_version {version}")
+    except (ModelLoadError, CheckpointError) as error:
         raise CheckpointError(f"{folder / CONFIG} does not describe a distilled draft model: {error}") from error
     return about
+
+
+def _layers_for(about: ConfigFields, target: HeadTarget, folder: Path) -> list[int]:
+    """Return the target's blocks that a draft model began as.
+
+    Raises:
+        CheckpointError: a field is missing or of the wrong type.
+        IncompatibleDrafterError: it is another target's.
+    """
+    trained_for = about.inner("target")
+    sizes = trained_for.integer("hidden_size"), trained_for.integer("vocab_size")
+    probe, name = trained_for.numbers("probe"), trained_for.text("name")
+    layers = about.inner("head").integers("layers")
+    if layers is None:
+        raise CheckpointError(f"{about.where} does not describe a distilled draft model: it names no layers")
+    if sizes != (target.hidden_size, target.vocab_size) or not target.matches(probe):
+        raise IncompatibleDrafterError(
+            f"the draft model in {folder} was distilled for {name} and borrows that model's embedding; "
+            f"{target.name} is another one"
+        )
+    if not 0 < len(layers) <= target.num_layers or not all(0 <= layer < target.num_layers for layer in layers):
+        raise CheckpointError(f"{about.where}: layers={layers}; allowed: at least one of 0 to {target.num_layers - 1}")
+    return layers
+
+
+def _vocabulary(ids: Tensor | None, target: HeadTarget, folder: Path) -> DraftVocabulary:
+    if ids is None:
+        return whole_vocabulary(target.vocab_size)
+    if ids.dtype not in (torch.int32, torch.int64) or ids.dim() != 1 or not ids.numel():
+        raise CheckpointError(
+            f"{folder / WEIGHTS}: {DRAFT_IDS} is {str(ids.dtype).removeprefix('torch.')} of shape {tuple(ids.shape)}; "
+            "a list of token ids, int32, is expected"
+        )
+    return DraftVocabulary(ids.to(torch.int64), target.vocab_size)
 
 
 def _fill(small: Any, tensors: Mapping[str, Tensor], folder: Path) -> None:

@@ -46,17 +46,29 @@ class HeadTarget:
 
     def probe(self) -> list[float]:
         """Return numbers that this target's embedding has and another one's has not: norms of a few of its rows."""
-        rows = torch.linspace(0, self.vocab_size - 1, _PROBE_ROWS).long().to(self.device)
         with torch.no_grad():
-            norms = self.embedding(rows).to(torch.float32).norm(dim=-1)
-        return [round(float(norm), 5) for norm in norms]
+            return probe_of(self.embedding(probe_ids(self.vocab_size).to(self.device)))
 
     def matches(self, probe: list[float]) -> bool:
         """Tell whether `probe` was taken of this target."""
-        mine = torch.tensor(self.probe())
-        return len(probe) == len(mine) and bool(
-            torch.allclose(mine, torch.tensor(probe), rtol=_PROBE_TOLERANCE, atol=1e-4)
-        )
+        return same_probe(self.probe(), probe)
+
+
+def probe_ids(vocab_size: int) -> Tensor:
+    """Return the token ids whose rows a probe is taken of."""
+    return torch.linspace(0, vocab_size - 1, _PROBE_ROWS).long()
+
+
+def probe_of(rows: Tensor) -> list[float]:
+    """Return the probe of an embedding from its rows of `probe_ids`, [n, H]."""
+    return [round(float(norm), 5) for norm in rows.to(torch.float32).norm(dim=-1)]
+
+
+def same_probe(one: list[float], other: list[float]) -> bool:
+    """Tell whether two probes were taken of the same embedding."""
+    return len(one) == len(other) and bool(
+        torch.allclose(torch.tensor(one), torch.tensor(other), rtol=_PROBE_TOLERANCE, atol=1e-4)
+    )
 
 
 def head_target(runner: ModelRunner) -> HeadTarget:

@@ -103,6 +103,12 @@ class _Pickle:
             what = f"values that are no tensors: {', '.join(others)}" if others else f"a {type(held).__name__}"
             raise CheckpointError(f"{path} holds {what}; a dict of tensors is expected, and {_CONVERT}")
         self._tensors: dict[str, Tensor] = {str(name): tensor for name, tensor in held.items()}
+        odd = [name for name, t in self._tensors.items() if t.layout != torch.strided or t.is_meta or t.is_quantized]
+        if odd:
+            raise CheckpointError(
+                f"{path} holds tensors that are sparse, quantised or without values (meta): {', '.join(odd[:3])}; "
+                f"dense ones are expected, and {_CONVERT}"
+            )
         self.shapes = {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
 
     def read(self, name: str) -> Tensor:

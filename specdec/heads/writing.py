@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import stat
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from specdec.errors import CheckpointError
 
 WEIGHTS, CONFIG, CARD = "model.safetensors", "config.json", "README.md"
+_OLD = f"{CONFIG}.old"
 
 
 def write_checkpoint(
@@ -24,7 +26,9 @@ def write_checkpoint(
 ) -> Path:
     """Write weights, config.json and, if given, README.md; return the folder.
 
-    All files are written beside their place and moved there when they are whole. Files of other names are left alone.
+    All files are written beside their place and moved there when they are whole. A folder that exists has no
+    config.json while that goes on: a process that is killed leaves the old state, the new one, or one that is refused.
+    Files of other names are left alone.
 
     Args:
         folder: made if missing, parents too.
@@ -33,7 +37,8 @@ def write_checkpoint(
         card: Markdown.
 
     Raises:
-        CheckpointError: the disk is full or the folder cannot be written; what stood there before still stands.
+        CheckpointError: the disk is full or the folder cannot be written; what stood there before still stands, unless
+            it says otherwise.
     """
     folder = Path(folder)
     staged: Path | None = None
@@ -47,6 +52,7 @@ def write_checkpoint(
         if card is not None:
             (staged / CARD).write_text(card.rstrip() + "\n", encoding="utf-8")
         (staged / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        _allow_what_is_usual(staged)
         _move(staged, folder)
     except (OSError, SafetensorError) as error:
         raise CheckpointError(
@@ -81,11 +87,32 @@ def _storable(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: t.detach().to("cpu", copy=True).contiguous() for name, t in tensors.items()}
 
 
+def _allow_what_is_usual(staged: Path) -> None:
+    """Give the folder and its weights the rights that new files have here: theirs are for the owner only."""
+    usual = stat.S_IMODE((staged / CONFIG).stat().st_mode)
+    (staged / WEIGHTS).chmod(usual)
+    staged.chmod(usual | (usual & 0o444) >> 2 | 0o700)  # who may read files may enter the folder
+
+
 def _move(staged: Path, folder: Path) -> None:
     if not folder.is_dir():
-        staged.chmod(0o755)  # mkdtemp's own is for the owner only
         staged.rename(folder)
         return
-    for name in (CARD, WEIGHTS, CONFIG):
-        if (staged / name).exists():
-            (staged / name).replace(folder / name)
+    # New weights never stand under an old config.
+    kept = folder / CONFIG
+    if kept.exists():
+        kept.rename(staged / _OLD)
+    moved = 0
+    try:
+        for name in (CARD, WEIGHTS, CONFIG):
+            if (staged / name).exists():
+                (staged / name).replace(folder / name)
+                moved += name == WEIGHTS
+    except OSError as error:
+        if moved:
+            raise CheckpointError(
+                f"{folder} was written in part: {error}; it has no {CONFIG}, so it is refused. Write it again"
+            ) from error
+        if (staged / _OLD).exists():
+            (staged / _OLD).rename(kept)
+        raise

@@ -24,7 +24,7 @@ def read_json(path: Path) -> dict[str, Any]:
         data = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelLoadError(f"{path} cannot be read: {error.strerror or error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ModelLoadError(f"{path} is damaged: it holds no valid JSON ({error})") from error
     if not isinstance(data, dict):
         raise ModelLoadError(f"{path} is damaged: a JSON object is expected, found {type(data).__name__}")

@@ -30,7 +30,7 @@ class RotaryTable:
 
     def __init__(self, parameters: Mapping[str, Any], head_dim: int, max_positions: int) -> None:
         kind = parameters.get("rope_type", "default")
-        if kind not in ROPE_TYPES:
+        if not isinstance(kind, str) or kind not in ROPE_TYPES:
             raise CheckpointError(f"rope_type={kind!r} is not supported in a head; allowed: {', '.join(ROPE_TYPES)}")
         try:
             config = LlamaConfig(
@@ -42,8 +42,8 @@ class RotaryTable:
             )
             with torch.device("cpu"):  # its table is computed even where a module is being made without memory
                 self._rotary = LlamaRotaryEmbedding(config)
-        except (KeyError, ValueError, TypeError) as error:
-            raise CheckpointError(f"rope parameters {dict(parameters)} are incomplete: {error}") from error
+        except Exception as error:  # configs of transformers are checked by errors of several libraries
+            raise CheckpointError(f"rope parameters {dict(parameters)} are incomplete or wrong: {error}") from error
         self._table: tuple[Tensor, Tensor] | None = None
 
     def __call__(self, positions: Tensor, dtype: torch.dtype, last: int | None = None) -> tuple[Tensor, Tensor]:

@@ -28,6 +28,18 @@ def find_blocks(model: nn.Module, num_layers: int) -> nn.ModuleList:
     raise UnsupportedModelError(f"{type(model).__name__} has no list of {num_layers} decoder blocks")
 
 
+def find_decoder(model: nn.Module, num_layers: int) -> nn.Module:
+    """Return the module that runs the decoder blocks and returns their normed output: the one that holds their list.
+
+    It is not always `base_model`, which some classes do not call (OPT) or do not have (Llama 4).
+
+    Raises:
+        UnsupportedModelError: there is none.
+    """
+    blocks = find_blocks(model, num_layers)
+    return next(module for module in model.modules() if any(child is blocks for child in module.children()))
+
+
 class Taps:
     """Collects the outputs of chosen blocks during one forward."""
 
@@ -60,7 +72,8 @@ class Taps:
                 assert self._blocks is not None
                 self._hooks[layer] = self._blocks[layer].register_forward_hook(self._catch(layer))
         if spec.final_norm and -1 not in self._hooks:
-            self._hooks[-1] = self._model.base_model.register_forward_hook(self._catch_last)  # type: ignore[union-attr]
+            decoder = find_decoder(self._model, self._num_layers)
+            self._hooks[-1] = decoder.register_forward_hook(self._catch_last)
 
     def _catch(self, layer: int) -> Any:
         def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -70,13 +83,29 @@ class Taps:
         return hook
 
     def _catch_last(self, module: nn.Module, args: Any, output: Any) -> None:
-        hidden = output[0] if isinstance(output, tuple) else output.last_hidden_state
+        hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", None)
+        width = self._model.config.get_text_config().hidden_size  # type: ignore[union-attr, operator]
+        if not isinstance(hidden, Tensor) or hidden.shape[-1] != width:
+            what = f"one of width {hidden.shape[-1]}" if isinstance(hidden, Tensor) else "none"
+            raise UnsupportedModelError(
+                f"the drafter wants the last hidden state of width {width}, and the {type(module).__name__} of "
+                f"{type(self._model).__name__} gives {what}; use a drafter that needs none, such as 'suffix'"
+            )
         self._seen[-1] = hidden.reshape(-1, hidden.shape[-1])
 
     def collect(self, spec: FeatureSpec) -> Tensor | None:
-        """Return the features of the last forward, [T, F], in the order of `spec`."""
+        """Return the features of the last forward, [T, F], in the order of `spec`.
+
+        Raises:
+            UnsupportedModelError: the model does not call the modules that they come out of.
+        """
         if not spec:
             return None
+        if not self._seen.keys() >= {*spec.layers, *([-1] if spec.final_norm else [])}:
+            raise UnsupportedModelError(
+                f"{type(self._model).__name__} does not run its decoder blocks as modules, so its hidden states, which "
+                "the drafter wants, cannot be seen"
+            )
         parts = [self._seen[layer] for layer in spec.layers]
         if spec.final_norm:
             parts.append(self._seen[-1])

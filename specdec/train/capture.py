@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -17,14 +18,18 @@ from torch import Tensor
 
 from specdec.api import LLM
 from specdec.errors import ConfigError
+from specdec.heads.target import head_target
 from specdec.interfaces import DraftRequest, FeatureSpec, Noise, Observation, SamplingParams, TokenTree, empty_tree
 from specdec.models.generation import eos_token_ids
 from specdec.models.runner import ModelRunner
 from specdec.repetition import RepeatWatch
 from specdec.request import Request, StopRules
 from specdec.train.store import Example, FeatureStore, StoreAbout
+from specdec.train.target_weights import sampled_weights
 
 log = logging.getLogger("specdec")
+
+_DRAWING = ("max_new_tokens", "seed", "stop_at_repetition")  # beside the temperature, which each example has
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,7 +48,7 @@ class CaptureConfig:
         for name in ("max_new_tokens", "min_new_tokens", "max_batch_size", "shard_tokens"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"capture.{name}={getattr(self, name)!r}; allowed: an integer >= 1")
-        if not self.temperatures or min(self.temperatures) < 0:
+        if not self.temperatures or not all(0 <= t < math.inf for t in self.temperatures):
             raise ConfigError(f"capture.temperatures={list(self.temperatures)}; allowed: at least one, each >= 0")
 
 
@@ -98,10 +103,18 @@ def fused_layers(num_layers: int) -> tuple[int, ...]:
     return tuple(min(max(layer, 0), last) for layer in (1, num_layers // 2 - 1, num_layers - 4))
 
 
-def about_of(runner: ModelRunner, target: str) -> StoreAbout:
-    """Return what the features of this target are."""
-    config = runner.config.get_text_config()
-    return StoreAbout(target, config.hidden_size, runner.vocab_size, fused_layers(runner.program.num_layers))
+def about_of(runner: ModelRunner, target: str, capture: CaptureConfig | None = None) -> StoreAbout:
+    """Return what the features of this target are, and how its responses are drawn."""
+    num_layers = runner.program.num_layers
+    return StoreAbout(
+        target,
+        runner.config.get_text_config().hidden_size,
+        runner.vocab_size,
+        fused_layers(num_layers),
+        probe=tuple(head_target(runner).probe()),
+        weights=sampled_weights(runner.model, num_layers),
+        capture={} if capture is None else {name: getattr(capture, name) for name in _DRAWING},
+    )
 
 
 class Capture:
@@ -147,6 +160,8 @@ class Capture:
                     report(done, written)
         except KeyboardInterrupt:  # what is whole is kept
             self._flush()
+            if report is not None:
+                report(done, written)
             raise
         self._flush()
         if report is not None:

@@ -102,9 +102,9 @@ def _acceptance(facts: CardFacts) -> str:
     lines += [
         f"{first['num_prompts']} held-out prompts, greedy, {how['max_new_tokens']} new tokens, one at a time. "
         "Acceptance length is tokens per target forward; answers that begin to repeat eight tokens in a row count up "
-        "to there (`whole` counts them to their end).",
+        "to there (`uncut` counts them to their end). `same ids` counts answers that are the undrafted run's.",
         "",
-        "| drafter | acceptance length | whole | loops | tokens/s | undrafted ids |",
+        "| drafter | acceptance length | uncut | loops | tokens/s | same ids |",
         "|---|---|---|---|---|---|",
     ]
     for row in facts.acceptance:

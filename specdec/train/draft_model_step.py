@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from specdec.heads.draft_vocabulary import DraftVocabulary
+from specdec.models.taps import find_decoder
 from specdec.train.batches import Batch, shifted
 from specdec.train.distillation import soft_cross_entropy, target_rows
 from specdec.train.guess_rows import GuessRows
@@ -33,6 +34,8 @@ class DraftModelStep(nn.Module):
         self.target_weight: Tensor
         self.to_draft: Tensor
         self.model, self._num_draft_tokens = model, num_draft_tokens
+        decoder = find_decoder(model, model.config.get_text_config().num_hidden_layers)
+        self._decoder = decoder.__call__  # no module of its own: the model's parameters are named once
         self.progress = 0.0
         self.register_buffer("target_weight", target_weight, persistent=False)
         self.register_buffer("to_draft", vocabulary.draft_id_of, persistent=False)
@@ -44,7 +47,7 @@ class DraftModelStep(nn.Module):
         rows = GuessRows(batch, columns)
         final = batch.features[..., batch.features.shape[-1] - self.target_weight.shape[1] :]
         probs = target_rows(final[rows.source], self.target_weight)
-        hidden = self.model.base_model(
+        hidden = self._decoder(
             input_ids=batch.token_ids,
             attention_mask=batch.is_token.to(torch.int64),
             position_ids=batch.positions,

@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING, Any
 
 from specdec.errors import CheckpointError
 from specdec.heads.writing import CARD
+from specdec.models.build import runner_for
 from specdec.provenance import provenance
 from specdec.train.card import CardFacts, card
-from specdec.train.measuring import measure, num_ways
+from specdec.train.jobs import steps_join_at
+from specdec.train.measuring import measure, ways
 from specdec.train.plot import PICTURE, plot_curve
 from specdec.train.processes import processes
 from specdec.train.report import Report
@@ -46,7 +48,8 @@ def end(config: RunConfig, trained: Trained, model: Any, tokenizer: Any, report:
     acceptance: list[dict[str, Any]] = []
     if prompts:
         about = f"{len(prompts)} held-out prompts, greedy, {config.measure.max_new_tokens} tokens, with and without"
-        report.stage("measure", about, len(prompts) * num_ways(config.settings))
+        num_ways = len(ways(config.method, config.settings, config.measure, runner_for(model).supports_trees))
+        report.stage("measure", about, len(prompts) * num_ways)
         acceptance = measure(
             config.method,
             trained.folder,
@@ -72,7 +75,9 @@ def end(config: RunConfig, trained: Trained, model: Any, tokenizer: Any, report:
         provenance=provenance(),
     )
     try:
-        plot_curve(trained.curve, trained.folder / PICTURE, f"{config.method} for {config.target}")
+        title = f"{config.method} for {config.target}"
+        marks = steps_join_at(config.method, config.options, config.loop.num_tokens)
+        plot_curve(trained.curve, trained.folder / PICTURE, title, marks)
         half = trained.folder / f".{CARD}"
         half.write_text(card(facts), encoding="utf-8")
         half.replace(trained.folder / CARD)

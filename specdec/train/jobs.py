@@ -135,6 +135,16 @@ def check_options(method: str, options: Mapping[str, Any]) -> None:
         EagleTraining(**{k: v for k, v in options.items() if k in EagleTraining.__slots__})
 
 
+def steps_join_at(method: str, options: Mapping[str, Any], num_tokens: int) -> dict[int, str]:
+    """Return at how many tokens the loss comes to be of more draft tokens and so jumps, and what to write there."""
+    if method != "eagle3":
+        return {}
+    training = EagleTraining(**{k: v for k, v in options.items() if k in EagleTraining.__slots__})
+    if not 0 < training.first_share < 1 or training.first_steps == training.steps:
+        return {}
+    return {round(training.first_share * num_tokens): f"{training.first_steps} -> {training.steps} draft tokens"}
+
+
 def _eagle3(given: Ingredients) -> Job:
     options = given.options
     refuse_unknown("eagle3", options, OPTIONS["eagle3"])

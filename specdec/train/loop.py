@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -24,6 +26,18 @@ from specdec.train.store import Example
 CHECKPOINTS = "checkpoints"  # the folder of them inside of a run's
 LATEST = "latest.json"
 CURVE = "curve.jsonl"
+
+
+# Setting -> its least and its largest value.
+_RANGES: dict[str, tuple[float, float]] = {
+    "learning_rate": (1e-12, 1e3),
+    "warmup_share": (0, 0.99),
+    "final_share": (0, 1),
+    "weight_decay": (0, 1e3),
+    "clip_norm": (1e-12, math.inf),
+    "checkpoint_minutes": (0, math.inf),
+    "seed": (0, 2**31 - 1),
+}
 
 
 class TrainingStep(Protocol):
@@ -57,9 +71,19 @@ class LoopConfig:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ConfigError(f"{name}={value!r}; allowed: an integer >= 1")
+        for name, (least, most) in _RANGES.items():
+            value = getattr(self, name)
+            if not _is_number(value) or not least <= value <= most:
+                raise ConfigError(f"{name}={value!r}; allowed: a number from {least} to {most}")
+        if len(self.betas) != 2 or not all(_is_number(b) and 0 <= b < 1 for b in self.betas):
+            raise ConfigError(f"betas={list(self.betas)!r}; allowed: two numbers from 0 to below 1")
         for name, allowed in (("precision", ("bf16", "no")), ("optimizer", ("adamw", "muon"))):
             if getattr(self, name) not in allowed:
                 raise ConfigError(f"{name}={getattr(self, name)!r}; allowed: {', '.join(map(repr, allowed))}")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 @dataclass(slots=True)
@@ -95,7 +119,10 @@ class Loop:
         send_trained_only(step)
         self._step, *self._optimizers = self.accelerator.prepare(step, *build_optimizers(step, config))
         self.progress = Progress()
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise CheckpointError(f"{folder} cannot hold checkpoints: {error}; give another folder") from error
 
     # ------------------------------------------------------------------ the loop
 
@@ -115,6 +142,7 @@ class Loop:
             KeyboardInterrupt: it was to stop.
         """
         self._resume()
+        self._forget_what_is_ahead()
         config, progress = self._config, self.progress
         if progress.num_tokens >= config.num_tokens:
             if not any(line["num_tokens"] == progress.num_tokens for line in self.curve()):
@@ -217,9 +245,12 @@ class Loop:
         if self.accelerator.is_main_process:
             path = self.folder / CURVE
             # A killed process may have left half a line.
-            begin = "\n" if path.is_file() and not path.read_bytes().endswith(b"\n") else ""
-            with path.open("a", encoding="utf-8") as file:
-                file.write(begin + json.dumps(line) + "\n")
+            try:
+                begin = "\n" if path.is_file() and not path.read_bytes().endswith(b"\n") else ""
+                with path.open("a", encoding="utf-8") as file:
+                    file.write(begin + json.dumps(line) + "\n")
+            except OSError as error:
+                raise CheckpointError(f"{path} cannot be written: {error}; the checkpoints are whole") from error
 
     def curve(self) -> list[dict[str, Any]]:
         """Return the figures noted so far, of all sittings."""
@@ -233,6 +264,16 @@ class Loop:
                 by_tokens[line["num_tokens"]] = line
         return [by_tokens[n] for n in sorted(by_tokens)]
 
+    def _forget_what_is_ahead(self) -> None:
+        """Drop the points of a killed run that lie beyond its last checkpoint: they come again."""
+        path = self.folder / CURVE
+        if not self.accelerator.is_main_process or not path.is_file():
+            return
+        kept = [line for line in self.curve() if line["num_tokens"] <= self.progress.num_tokens]
+        half = self.folder / f".{CURVE}"
+        half.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+        half.replace(path)
+
     # ------------------------------------------------------------------ checkpoints
 
     def _save(self) -> None:
@@ -240,7 +281,8 @@ class Loop:
         name = f"checkpoint-{self.progress.num_batches}"
         folder = self.folder / name
         try:
-            self.accelerator.save_state(str(folder))
+            with _quiet_about_ties():
+                self.accelerator.save_state(str(folder))
             self.accelerator.wait_for_everyone()
             if not self.accelerator.is_main_process:
                 return
@@ -264,9 +306,8 @@ class Loop:
             return
         try:
             state = json.loads(path.read_text(encoding="utf-8"))
-            config = json.loads(json.dumps(asdict(self._config)))
-            if state["config"] != config:
-                changed = sorted(k for k in config if state["config"].get(k) != config[k])
+            changed = changed_settings(state, self._config)
+            if changed:
                 raise CheckpointError(
                     f"{self.folder} holds a run with other values of {', '.join(changed)}; give another folder, or "
                     "those values, to go on with it"
@@ -285,6 +326,27 @@ class Loop:
         """The step itself, not what Accelerate wrapped around it."""
         module: nn.Module = self._plain
         return module
+
+
+def changed_settings(state: dict[str, Any], config: LoopConfig) -> dict[str, tuple[Any, Any]]:
+    """Return the settings in which a run differs from the one that wrote latest.json: name -> (then, now)."""
+    before, now = state["config"], json.loads(json.dumps(asdict(config)))
+    return {k: (before.get(k), now[k]) for k in sorted(now) if before.get(k) != now[k]}
+
+
+@contextmanager
+def _quiet_about_ties() -> Iterator[None]:
+    """Keep Accelerate from warning of tensors that are stored once: tied weights, which are tied again when loaded."""
+    log = logging.getLogger("accelerate.utils.other")
+
+    def keeps(record: logging.LogRecord) -> bool:
+        return "Removed shared tensor" not in record.getMessage()
+
+    log.addFilter(keeps)
+    try:
+        yield
+    finally:
+        log.removeFilter(keeps)
 
 
 def build_optimizers(module: nn.Module, config: LoopConfig) -> list[torch.optim.Optimizer]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,11 @@ from typing import Any
 from specdec.api import LLM, Completion
 from specdec.drafters.advised_shape import TREE_TOKENS
 from specdec.errors import ConfigError
+from specdec.models.build import runner_for
 from specdec.repetition import first_repeat
 from specdec.stats import total
+
+CHAIN_TOKENS = 4  # of a chain that nobody gave a number of: the engine's default, which a test compares
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +29,15 @@ class MeasureConfig:
         for name, least in (("num_prompts", 0), ("max_new_tokens", 2), ("max_draft_tokens", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"measure.{name}={getattr(self, name)!r}; allowed: an integer >= {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way of drafting. Without options there is no drafter; without a number it is what is drafted by default."""
+
+    name: str
+    options: dict[str, Any] | None = None
+    max_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +63,7 @@ def measure(
     settings: dict[str, Any],
     advance: Callable[[int], None] = lambda done: None,
 ) -> list[dict[str, Any]]:
-    """Return `Measured` as dicts: without a drafter, with chains, and with the tree that `settings` advise.
+    """Return `Measured` as dicts, one for each of `ways`.
 
     Small models answer greedily in circles, and there every drafter looks good: an answer counts up to its repetition.
 
@@ -67,46 +79,47 @@ def measure(
     """
     plain: list[Completion] = []
     rows = []
-    for number, (name, llm) in enumerate(_ways(method, folder, model, tokenizer, config, settings)):
+    for number, way in enumerate(ways(method, settings, config, runner_for(model).supports_trees)):
+        llm = _llm(way, folder, model, tokenizer)
         done: list[Completion] = []
         for prompt in prompts:  # one at a time: in a batch, times overlap
             done += llm.generate(list(prompt), max_new_tokens=config.max_new_tokens)
             advance(number * len(prompts) + len(done))
         plain = plain or done
-        rows.append(asdict(_measured(name, done, plain)))
+        rows.append(asdict(_measured(way.name, done, plain)))
     return rows
 
 
-def num_ways(settings: dict[str, Any]) -> int:
-    """Return how many rows `measure` has."""
-    return 2 + bool(_advised(settings))
-
-
-def _advised(settings: dict[str, Any]) -> Any:
-    tree = settings.get("tree")
-    return None if tree == "chain" else tree
-
-
-def _ways(
-    method: str, folder: Path, model: Any, tokenizer: Any, config: MeasureConfig, settings: dict[str, Any]
-) -> Iterator[tuple[str, LLM]]:
-    yield "none", LLM(model, tokenizer=tokenizer)
-    options = {"model": str(folder)}
-    length = config.max_draft_tokens
-    chain = LLM(
+def _llm(way: Way, folder: Path, model: Any, tokenizer: Any) -> LLM:
+    if way.options is None:
+        return LLM(model, tokenizer=tokenizer)
+    return LLM(
         model,
         tokenizer=tokenizer,
-        drafter=method,
-        drafter_options={**options, "tree": "chain"},
-        max_draft_tokens=length,
+        drafter=str(folder),
+        drafter_options=way.options,
+        max_draft_tokens=way.max_draft_tokens,
     )
-    yield f"{method}, chain of {length}", chain
-    tree = _advised(settings)
-    if tree:
-        length = int(settings.get("max_draft_tokens", TREE_TOKENS))
-        options = {**options, "tree": tree}
-        drafter = LLM(model, tokenizer=tokenizer, drafter=method, drafter_options=options, max_draft_tokens=length)
-        yield f"{method}, tree {tree} of at most {length}", drafter
+
+
+def ways(method: str, settings: dict[str, Any], config: MeasureConfig, trees: bool) -> list[Way]:
+    """Return what is measured: no drafter, a chain, and what is drafted by default where that is something else.
+
+    Args:
+        method: the drafter's registered name.
+        settings: the advised options that are stored with the drafter.
+        config: how long the chain is.
+        trees: whether the target runs them; if not, none is drafted by default.
+    """
+    chain = Way(f"{method}, chain of {config.max_draft_tokens}", {"tree": "chain"}, config.max_draft_tokens)
+    tree = settings.get("tree", "medusa" if method == "medusa" else "chain")
+    found = [Way("none"), chain]
+    if tree == "chain" or not trees:
+        length = settings.get("max_draft_tokens", CHAIN_TOKENS) if tree == "chain" else CHAIN_TOKENS
+        served = Way(f"{method}, chain of {length}", {})
+    else:
+        served = Way(f"{method}, tree {tree} of at most {settings.get('max_draft_tokens', TREE_TOKENS)}", {})
+    return found if served.name == chain.name else [*found, served]
 
 
 def _measured(name: str, done: Sequence[Completion], plain: Sequence[Completion]) -> Measured:

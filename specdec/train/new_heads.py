@@ -18,6 +18,7 @@ from specdec.train.store import Example
 
 _SKIPPED = 5  # first positions: some models put activations thousands of times larger there
 # A fresh block behind the target's own final norm makes logits far too sharp.
+MEDUSA_HEADS = 4  # unless an option says otherwise
 _NORM_SHARE = 0.2
 
 
@@ -69,7 +70,9 @@ def new_eagle3(
     return head
 
 
-def new_medusa(target: HeadTarget, vocabulary: DraftVocabulary, *, num_heads: int = 4, num_layers: int = 1) -> Any:
+def new_medusa(
+    target: HeadTarget, vocabulary: DraftVocabulary, *, num_heads: int = MEDUSA_HEADS, num_layers: int = 1
+) -> Any:
     """Return Medusa heads that end in the target's lm_head and begin as the identity."""
     config = MedusaConfig(
         hidden_size=target.hidden_size,

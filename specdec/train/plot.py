@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,16 @@ PICTURE = "curve.png"
 _INCHES = (9.0, 9.5)
 
 
-def plot_curve(curve: Sequence[dict[str, Any]], path: Path, title: str) -> Path | None:
+def plot_curve(
+    curve: Sequence[dict[str, Any]], path: Path, title: str, marks: Mapping[int, str] | None = None
+) -> Path | None:
     """Draw loss, held-out accuracy per draft position and acceptance length against tokens seen and minutes.
 
     Args:
         curve: lines of `Loop.curve`.
         path: a .png file, written whole or not at all.
         title: above it.
+        marks: tokens seen -> what happens there to the loss; a vertical line with that label.
 
     Returns:
         The path, or None if there is nothing to draw.
@@ -32,6 +35,9 @@ def plot_curve(curve: Sequence[dict[str, Any]], path: Path, title: str) -> Path 
     loss, accuracy, length = figure.subplots(3, 1, sharex=True)
     _line(loss, curve, "loss", "last batch")
     loss.set_ylabel("loss")
+    for at, label in (marks or {}).items():
+        loss.axvline(at, color="0.5", linestyle="--", label=f"from here on: {label}")
+        loss.legend()
     for step in range(max(len(line.get("held_out_accuracy", ())) for line in curve)):
         points = [(n, at[step]) for n, at in _points(curve, "held_out_accuracy") if step < len(at)]
         accuracy.plot(*zip(*points, strict=True), marker=".", label=f"draft token {step + 1}")

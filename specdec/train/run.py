@@ -14,15 +14,17 @@ import torch
 
 from specdec.errors import CheckpointError, ConfigError, InputError
 from specdec.heads.target import head_target
+from specdec.heads.writing import CONFIG
 from specdec.models.build import runner_for
 from specdec.models.generation import eos_token_ids
 from specdec.models.loading import load_model
-from specdec.registry import refuse_unknown
+from specdec.train.advice import check_advice
 from specdec.train.capture import Capture, CaptureConfig, TokenPrompt, about_of
 from specdec.train.data import DataConfig, is_held_out, token_prompts
 from specdec.train.ending import Trained, end
+from specdec.train.folder_lock import alone_in
 from specdec.train.jobs import METHODS, Ingredients, Job, begun_vocabulary, build_job, check_options
-from specdec.train.loop import CHECKPOINTS, LATEST, Loop, LoopConfig
+from specdec.train.loop import CHECKPOINTS, LATEST, Loop, LoopConfig, changed_settings
 from specdec.train.measuring import MeasureConfig
 from specdec.train.plain_logits import refuse_shaped_logits
 from specdec.train.processes import load_device, processes, share_of
@@ -33,10 +35,10 @@ from specdec.train.vocabulary_choice import choose_vocabulary, count_tokens, cov
 
 log = logging.getLogger("specdec")
 
-ADVISED = ("tree", "max_draft_tokens")  # what `settings` may hold
+DRAFTER = "drafter"  # the folder of it inside of a run's
 _RUN = "run.json"
 # What a run may change when it goes on. The loop's own settings are compared by the loop.
-_FREE = ("out", "features", "loop", "measure", "settings", "capture_dtype")
+_FREE = ("out", "features", "loop", "measure", "settings", "capture_dtype", "trust_remote_code")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,15 +58,16 @@ class RunConfig:
     options: dict[str, Any] = field(default_factory=dict)  # of the method
     settings: dict[str, Any] = field(default_factory=dict)  # advised options of the drafter
     capture_dtype: str | None = None  # None = bfloat16 where the machine multiplies it faster, else float32
+    trust_remote_code: bool = False  # run Python code that comes with the target
 
     def __post_init__(self) -> None:
         if self.method not in METHODS:
             raise ConfigError(f"method={self.method!r}; allowed: {', '.join(METHODS)}")
         check_options(self.method, self.options)
-        refuse_unknown(f"specdec train {self.method}: settings", self.settings, ADVISED)
-        most = self.settings.get("max_draft_tokens", 1)
-        if not isinstance(most, int) or isinstance(most, bool) or most < 1:
-            raise ConfigError(f"settings.max_draft_tokens={most!r}; allowed: an integer >= 1")
+        size = self.draft_vocab_size
+        if size is not None and (not isinstance(size, int) or isinstance(size, bool) or size < 1):
+            raise ConfigError(f"draft_vocab_size={size!r}; allowed: an integer >= 1, or null for all tokens")
+        check_advice(self.method, self.settings, self.options, size)
 
     @property
     def features_folder(self) -> Path:
@@ -85,21 +88,25 @@ class Data:
 
 
 def run(config: RunConfig, report: Report | None = None) -> Path:
-    """Run or go on with a training run; return the folder of the trained drafter, `out / "drafter"`.
+    """Run or go on with a training run; return the folder of the trained drafter, `out / DRAFTER`.
 
     Raises:
         InputError: there are no prompts.
         CheckpointError: something on disk is damaged, or belongs to another run, or the disk is full.
         ConfigError: an option is unknown or out of range.
     """
-    main = processes().is_main_process
-    report = report if report is not None and main else Report()
+    report = report if report is not None and processes().is_main_process else Report()
     next(read_prompts(config.data.prompts), None)  # a source that cannot be read is refused before a model is loaded
+    with alone_in(config.out):
+        return _run(config, report)
+
+
+def _run(config: RunConfig, report: Report) -> Path:
     _keep_to(config)
-    model, tokenizer = load_model(config.target, device=load_device())
+    model, tokenizer = load_model(config.target, device=load_device(), trust_remote_code=config.trust_remote_code)
     target = replace(head_target(runner_for(model)), name=config.target)  # not the folder it was converted into
     refuse_shaped_logits(runner_for(model), target)
-    data = capture_features(config, tokenizer, about_of(runner_for(model), config.target), report)
+    data = capture_features(config, tokenizer, about_of(runner_for(model), config.target, config.capture), report)
     if config.init is None:
         size = None if config.draft_vocab_size is None else min(config.draft_vocab_size, target.vocab_size)
         vocabulary = choose_vocabulary(count_tokens(data.train, target.vocab_size), size, eos_token_ids(model))
@@ -112,8 +119,8 @@ def run(config: RunConfig, report: Report | None = None) -> Path:
     report.stage("train", _about_training(config, job, data, covered), config.loop.num_tokens)
     loop = Loop(job.step, data.train, data.held_out, config.out / CHECKPOINTS, config.loop)
     curve = loop.run(lambda now, figures: report.trained(now.num_tokens, figures), report.wants_to_stop)
-    folder = config.out / "drafter"
-    if main:  # the others have nothing left to do
+    folder = config.out / DRAFTER
+    if processes().is_main_process:  # the others have nothing left to do
         job.save(folder, dict(config.settings), None)
         prompts = [e.token_ids[: e.num_prompt_tokens].tolist() for e in data.held_out]
         trained = Trained(folder, curve, len(data.train), data.num_tokens, prompts, _num_weights(job), covered)
@@ -122,30 +129,78 @@ def run(config: RunConfig, report: Report | None = None) -> Path:
 
 
 def _keep_to(config: RunConfig) -> None:
-    """Refuse other data or another head in the folder of a run that has begun; note them in the folder of a new one.
+    """Refuse other data, another head or another loop in the folder of a run that has begun.
 
     Raises:
-        CheckpointError: something that decides what is trained has changed, or the folder cannot be written.
+        CheckpointError: something that decides what is trained has changed, or what was noted cannot be read.
     """
-    path = config.out / _RUN
-    now = {k: v for k, v in as_json(config).items() if k not in _FREE}
+    path, latest = config.out / _RUN, config.out / CHECKPOINTS / LATEST
     try:
-        if (config.out / CHECKPOINTS / LATEST).is_file() and path.is_file():
-            before = json.loads(path.read_text(encoding="utf-8"))
-            changed = sorted(
-                k for k in flat(now).keys() | flat(before).keys() if flat(now).get(k) != flat(before).get(k)
-            )
+        if path.is_file():
+            now = flat(_decisive(config))
+            before = flat(_noted(path, or_else=_decisive(config)))
+            changed = sorted(k for k in now.keys() | before.keys() if now.get(k) != before.get(k))
             if changed:
-                was = ", ".join(f"{k}={flat(before).get(k)!r}" for k in changed)
+                was = ", ".join(f"{k}={before.get(k)!r}" for k in changed)
                 raise CheckpointError(
                     f"{config.out} holds a run that was begun with other values: {was}; give those to go on with it, "
-                    "or another folder"
+                    f"or another folder; --features {config.features_folder} takes its answers along"
                 )
-        elif processes().is_main_process:
-            config.out.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(now, indent=1), encoding="utf-8")
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise CheckpointError(f"{path} cannot be read or written: {error}; give another folder") from error
+        if latest.is_file():
+            _refuse_another_loop(config, changed_settings(json.loads(latest.read_text(encoding="utf-8")), config.loop))
+    except (OSError, ValueError, KeyError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{config.out} cannot be gone on with: {error}; give another folder") from error
+
+
+def _noted(path: Path, or_else: dict[str, Any]) -> dict[str, Any]:
+    """Return what was written down of a run; `or_else`, to be written again, where the file is damaged."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        if isinstance(found, dict):
+            return found
+    except (ValueError, RecursionError):
+        pass
+    log.warning("%s is damaged and is written anew: whether the run was begun with these values is not known", path)
+    if processes().is_main_process:
+        path.unlink(missing_ok=True)
+    return or_else
+
+
+def _refuse_another_loop(config: RunConfig, changed: dict[str, tuple[Any, Any]]) -> None:
+    if not changed:
+        return
+    drafter = config.out / DRAFTER
+    is_there = (drafter / CONFIG).is_file()
+    raise CheckpointError(
+        f"{config.out} holds a run with other values of {', '.join(changed)}: "
+        + ", ".join(f"loop.{name}={then!r}, not {now!r}" for name, (then, now) in changed.items())
+        + "; give those to go on with it. "
+        + ("To train its drafter on" if is_there else "When it has ended, to train its drafter on")
+        + f", begin with it in another folder: init={drafter} --features {config.features_folder} --out OTHER, where "
+        "loop.num_tokens counts from there"
+    )
+
+
+def _note_begun(config: RunConfig) -> None:
+    """Write down what decides about the run: from here on its folder is not for another one.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    path = config.out / _RUN
+    if path.is_file() or not processes().is_main_process:
+        return
+    try:
+        config.out.mkdir(parents=True, exist_ok=True)
+        half = path.with_name(f".{_RUN}")
+        half.write_text(json.dumps(_decisive(config), indent=1), encoding="utf-8")
+        half.replace(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be written: {error}; give another folder") from error
+
+
+def _decisive(config: RunConfig) -> dict[str, Any]:
+    return {k: v for k, v in as_json(config).items() if k not in _FREE}
 
 
 def as_json(config: RunConfig) -> dict[str, Any]:
@@ -175,8 +230,12 @@ def capture_features(config: RunConfig, tokenizer: Any, about: StoreAbout, repor
     missing = [p for p in wanted if p.key not in stored]
     if missing:
         announce_size(missing, config, about, report)
+    _note_begun(config)
+    if missing:
         dtype = config.capture_dtype or ("bfloat16" if config.loop.precision == "bf16" else None)
-        model, _ = load_model(config.target, dtype=dtype, device=load_device())
+        model, _ = load_model(
+            config.target, dtype=dtype, device=load_device(), trust_remote_code=config.trust_remote_code
+        )
         Capture(model, tokenizer, store, config.capture).run(share_of(missing), report.captured)
     processes().wait_for_everyone()
     return _split(store, {p.key: p for p in wanted}, config)

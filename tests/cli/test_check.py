@@ -87,6 +87,15 @@ def test_pair(model: str, other_tokens: str) -> None:
     assert (found.exit_code, json.loads(found.stdout)["pair"]["fits"]) == (1, False)
 
 
+def test_a_trained_drafter_is_no_draft_model(model: str) -> None:
+    result = run("check", model, "--draft", "smollm2-eagle3")
+    text = " ".join(result.stdout.split())
+    assert result.exit_code == 1, result.output
+    assert "smollm2-eagle3: does not fit as drafter (eagle3)" in text
+    assert "it was trained for smollm2 (hidden size 576, 49152 tokens)" in text
+    assert "--drafter smollm2-eagle3" in text
+
+
 def test_bad_input(model: str) -> None:
     assert "did you mean 'smollm2'?" in refused(run("check", "smolm2"))
     assert "no file or directory" in refused(run("check", model, "--draft", "/nowhere/at/all"))

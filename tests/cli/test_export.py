@@ -64,6 +64,8 @@ def test_what_is_refused(model: str, head: str, tmp_path: Path) -> None:
     assert "unknown layout 'vllm'" in refused(run("export", head, "--to", "vllm", "--out", out))
     assert "--dtype auto" in refused(run("export", head, "--to", "sglang", "--out", out, "--dtype", "auto"))
     assert "there is no folder nothing" in refused(run("export", "nothing", "--to", "sglang", "--out", out))
+    distilled = refused(run("export", "smollm2-draft_model", "--to", "sglang", "--out", out))
+    assert "a distilled draft model" in distilled
     last = run("export", head, "--target", model, "--to", "sglang", "--out", f"{head}/config.json")
     assert "config.json is a file" in refused(last)
     assert not Path(out).exists()

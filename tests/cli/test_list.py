@@ -21,6 +21,7 @@ def test_names_all() -> None:
     for name in (*DRAFTERS.names(), *VERIFIERS.names(), "auto", "smollm2", "SmolLM2-135M-Instruct"):
         assert re.search(rf"^ *{name}\b|\b{name}\b", result.stdout, re.MULTILINE), name
     assert "max_ngram=3, min_ngram=1" in result.stdout
+    assert re.search(r"^smollm2-draft_model +draft_model for smollm2", result.stdout, re.MULTILINE)
     assert max(map(len, result.stdout.splitlines())) <= 80
     ordinary, _, tests = result.stdout.partition("Drafters for tests")
     assert re.search(r"^oracle\b", tests, re.MULTILINE)
@@ -33,6 +34,8 @@ def test_json() -> None:
     assert {"none", "ngram", "self_int8"} <= {row["name"] for row in found["drafters"]}
     assert found["verifiers"][0]["name"] == "auto"
     assert {row["name"]: row["lossless"] for row in found["verifiers"]}["match"] is True
+    trained = {"name": "smollm2-eagle3", "drafter": "eagle3", "target": "smollm2"}
+    assert trained in found["trained_drafters"]
     (ngram,) = [row for row in found["drafters"] if row["name"] == "ngram"]
     assert ngram["options"] == {"max_ngram": 3, "min_ngram": 1}
 

@@ -26,9 +26,12 @@ from specdec import LLM
 from specdec.cli import completion, train_view
 from specdec.cli.recipes import compose, recipes
 from specdec.errors import ConfigError
+from specdec.train.advice import ADVISED
+from specdec.train.capture import Capture
+from specdec.train.folder_lock import alone_in
 from specdec.train.jobs import METHODS, OPTIONS
 from specdec.train.loop import Loop
-from specdec.train.run import ADVISED, RunConfig
+from specdec.train.run import RunConfig
 from tests.cli.running import Result, as_json, refused, run
 
 SMALL = (
@@ -91,7 +94,7 @@ def test_to_a_drafter(method: str, model: str, prompts: str, features: str, tmp_
     folder = Path(found["folder"])
     assert folder == tmp_path / "drafter"
     rows = found["acceptance"]
-    assert [row["name"].partition(",")[0] for row in rows] == ["none", method] + [method] * (method == "eagle3")
+    assert [row["name"].partition(",")[0] for row in rows] == ["none", method] + [method] * (method != "draft_model")
     assert rows[0]["acceptance_length"] == 1
     assert all(row["num_equal"] == row["num_prompts"] == 2 and row["acceptance_length"] >= 1 for row in rows)
     card = (folder / "README.md").read_text()
@@ -111,13 +114,23 @@ class TestRefused:
             return refused(train("eagle3", model, prompts, tmp_path, features, *more))
 
         assert "'loop.num_token'; did you mean 'loop.num_tokens'?" in said("loop.num_token=3")
-        assert "did you mean 'options.step_decay'?" in said("options.step_decy=0.5")
-        assert "'options.num_heads'" in said("options.num_heads=3")
+        assert "did you mean 'options.step_decay' or" in said("options.step_decy=0.5")
+        few = said("loop.num_token=3")
+        assert "docs/train_a_drafter.md" in few
+        assert "loop.learning_rate" not in few
+        others = said("options.heads=3")
+        assert "'options.heads'" in others
+        assert "options.first_share, options.first_steps" in others
         assert "'settings.treee'; did you mean 'settings.tree'?" in said("settings.treee=chain")
         assert "loop.num_tokens='many'" in said("loop.num_tokens=many")
         assert "options.steps='two'; allowed: an integer >= 1" in said("options.steps=two")
         assert "first_steps=3; allowed: 1 to steps=2" in said("options.first_steps=3")
         assert "settings.max_draft_tokens=0" in said("settings.max_draft_tokens=0")
+        assert "settings.tree='nonsense'; allowed: 'chain', 'dynamic'" in said("settings.tree=nonsense")
+        assert "takes the 9 likeliest tokens, and draft_vocab_size=8" in said("settings.tree=[9]", "draft_vocab_size=8")
+        too_deep = train("medusa", model, prompts, tmp_path, features, "settings.tree=[2,1,1]")
+        assert "is 3 deep, and options.num_heads=2 heads guess no further" in refused(too_deep)
+        assert "learning_rate=nan; allowed: a number from" in said("loop.learning_rate=nan")
         assert "data.held_out_share=2.0; allowed: 0 to 1" in said("data.held_out_share=2")
         assert "capture.temperatures=[]" in said("capture.temperatures=[]")
         assert "is not key=value" in said("loop.num_tokens")
@@ -125,7 +138,7 @@ class TestRefused:
         assert not tmp_path.joinpath("run.json").exists()
 
     def test_methods_and_recipes(self, model: str, prompts: str, tmp_path: Path) -> None:
-        assert "did you mean 'eagle3'" in refused(run("train", "eagle"))
+        assert "no method 'eagel'; did you mean 'eagle3'?" in refused(run("train", "eagel"))
         assert "needs --prompts and --target; or --recipe" in refused(run("train", "eagle3"))
         assert "did you mean 'smollm2_medusa'" in refused(run("train", "medusa", "--recipe", "smollm_medusa"))
         assert "is a recipe for 'eagle3'" in refused(run("train", "medusa", "--recipe", "smollm2_eagle3"))
@@ -174,7 +187,9 @@ class TestRefused:
         assert not list((tmp_path / "features").glob("shard-*"))
 
 
-def test_a_killed_run_goes_on(model: str, prompts: str, features: str, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on(
+    model: str, prompts: str, features: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     command = ("medusa", model, prompts)
     assert train(*command, whole, features).exit_code == 0
@@ -195,10 +210,19 @@ def test_a_killed_run_goes_on(model: str, prompts: str, features: str, tmp_path:
     assert "holds a run that was begun with other values: data.max_examples=12" in refused(
         train(*command, killed, features, *every_batch, "data.max_examples=11")
     )
-    assert "other values of learning_rate" in refused(
-        train(*command, killed, features, *every_batch, "loop.learning_rate=1")
-    )
-    assert train(*command, killed, features, *every_batch).exit_code == 0
+    with monkeypatch.context() as patch:
+        patch.setattr("specdec.train.run.load_model", lambda *args, **options: pytest.fail("the target was loaded"))
+        said = refused(train(*command, killed, features, *every_batch, "loop.num_tokens=900"))
+    assert "other values of num_tokens: loop.num_tokens=400, not 900" in said
+    assert f"init={killed}/drafter --features {features}" in said
+    with alone_in(killed):
+        said = refused(train(*command, killed, features, *every_batch))
+        assert f"another training run is writing into {killed}" in said
+    (killed / "run.json").write_text('{"meth')
+    resumed = train(*command, killed, features, *every_batch)
+    assert resumed.exit_code == 0
+    assert "run.json is damaged and is written anew" in " ".join(resumed.stderr.split())
+    assert json.loads((killed / "run.json").read_text())["method"] == "medusa"
     assert curve_of(killed) == curve_of(whole), "the curve has a gap"
     batches = curve_of(killed)
     done = train(*command, killed, features, *every_batch)
@@ -224,6 +248,27 @@ def test_ctrl_c(model: str, prompts: str, features: str, tmp_path: Path, monkeyp
     assert train("medusa", model, prompts, tmp_path, features).exit_code == 0
 
 
+def test_ctrl_c_while_answering(model: str, prompts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out, features = tmp_path / "out", str(tmp_path / "features")
+    finish, finished = Capture._finish, list[int]()
+
+    def sixth(self: Capture, request_id: int) -> int:
+        if len(finished) == 5:
+            raise KeyboardInterrupt
+        finished.append(request_id)
+        return finish(self, request_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Capture, "_finish", sixth)
+        result = train("medusa", model, prompts, out, features)
+    assert result.exit_code == 130
+    assert re.search(r"stage 'capture': 5 of \d+ prompts are answered and stored; the same command", result.stderr)
+    said = refused(train("eagle3", model, prompts, out, features))
+    assert "was begun with other values: method='medusa'" in said
+    assert f"--features {features}" in said
+    assert train("medusa", model, prompts, out, features, "measure.num_prompts=0").exit_code == 0
+
+
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_time_left(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     file, clock = io.StringIO(), iter(range(0, 400, 40))
@@ -233,9 +278,10 @@ def test_time_left(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     with train_view.TrainView() as view:
         view.stage("train", "a head", total=1000)
         for done in (500, 600, 1000):  # a resumed run: its speed is 100 in 40 s
-            view.trained(done, {"loss": 1.5, "accuracy": [0.25]})
+            view.trained(done, {"loss": 1.5, "accuracy": [0.25] * (3 if done == 1000 else 1)})
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", file.getvalue())
     assert text.startswith("train: a head\n")
+    assert text.count("from here on 3 draft tokens per position are learned, so the loss jumps") == 1
     if is_terminal:
         assert "ETA" in text
         assert "1,000 of 1,000 tokens, loss 1.500, first token right 25.0%" in text
@@ -316,7 +362,7 @@ class TestPage:
         found = self.commands("specdec train ")
         for words in found:
             assert run("train", *words).exit_code == 0
-        assert len(asked) == len(found) == 3
+        assert len(asked) == len(found) == 4
         assert (asked[0].method, asked[0].data.prompts, str(asked[0].out)) == (
             "eagle3",
             "my_prompts.jsonl",
@@ -330,6 +376,12 @@ class TestPage:
             with initialize_config_module("specdec.configs", version_base=None):
                 config = hydra_compose(name, overrides=words)
             assert config.drafter.options.model == "runs/llama-1b/drafter"
+
+
+def test_help() -> None:
+    text = " ".join(run("train", "--help").stdout.split())
+    assert all(f" {name}: " in text for name in METHODS)
+    assert all(name in text for name in (*recipes(), "--trust-remote-code", "docs/train_a_drafter.md"))
 
 
 def test_completion() -> None:

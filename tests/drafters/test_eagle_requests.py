@@ -340,7 +340,9 @@ class TestWhichHead:
 def test_trees_are_whole_up_to_the_last_tokens() -> None:
     """What is left to generate bounds the depth of a tree, not its nodes."""
     model = model_of(named("llama"))
-    engine = engine_of(model, "eagle3", {"model": tiny_eagle(runner_for(model)), "tree": [3, 2, 1]}, max_draft_tokens=15)
+    engine = engine_of(
+        model, "eagle3", {"model": tiny_eagle(runner_for(model)), "tree": [3, 2, 1]}, max_draft_tokens=15
+    )
     request = add(engine, prompts(7)[0], 8)
     drafted = []
     while engine.has_unfinished:

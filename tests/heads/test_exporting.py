@@ -231,3 +231,23 @@ def test_launch_commands() -> None:
     assert list(both) == ["SGLang", "vLLM"]
     assert "--speculative-draft-model-path '/a b/c' --speculative-num-steps 3" in both["SGLang"]
     assert "--speculative-num-draft-tokens 4" in both["SGLang"]
+
+
+def test_what_is_no_export_is_never_overwritten(tmp_path: Path) -> None:
+    target = small_target()
+    head = small_eagle(target)
+    own = save_head(tmp_path / "own", head.module, head.vocabulary, target)
+    first = export_head(head, target, tmp_path / "first", to="speculators")
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    for source, folder, message in (
+        (own, own, "is the head that is to be exported"),
+        (first, first, "is the head that is to be exported"),
+        (own, model, "holds config.json that specdec did not export"),
+        (first, own, "that specdec did not export"),
+    ):
+        before = {path: path.read_bytes() for path in folder.iterdir()}
+        with pytest.raises(CheckpointError, match=message):
+            export_head(load_head(source, target), target, folder, to="sglang")
+        assert {path: path.read_bytes() for path in folder.iterdir()} == before

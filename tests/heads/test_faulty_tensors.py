@@ -36,6 +36,12 @@ FAULTS: dict[str, Case] = {
         rf"\(2\):.*fc.weight is missing; expected \(32, 96\).*{Q} is missing; expected \(48, 64\)",
     ),
     "unexpected": (eagle3, put(midlayer__extra=random(3)), DAMAGED, r"midlayer.extra \(3,\) is unexpected"),
+    "not finite": (
+        eagle3,
+        put(fc__weight=random(32, 96) / 0),
+        DAMAGED,
+        r"fc.weight has values that are NaN, infinite or too large",
+    ),
     "wrong shape": (
         eagle3,
         put(fc__weight=random(32, 64)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -44,7 +45,25 @@ def change_json(folder: Path, **inner: dict[str, Any]) -> Path:
         ({"head": {"num_heads": None}}, "unknown fields: none; missing fields: num_heads"),
         ({"format_version": 2}, "format_version=2; this specdec reads 1"),
         ({"kind": "hydra"}, "kind='hydra'; allowed in a head: eagle, medusa"),
-        ({"target": {"probe": "x"}}, "probe='x'; a list of numbers"),
+        ({"target": {"probe": "x"}}, "probe='x'; allowed: a list of numbers"),
+        ({"target": {"probe": [10**400]}}, "allowed: a list of numbers"),
+        ({"head": {"rope_parameters": {"rope_theta": -1}}}, "rope_theta=-1; allowed: a finite number > 0"),
+        ({"settings": {"max_draft_tokens": 0}}, "max_draft_tokens=0; allowed: an integer > 0"),
+        *[
+            ({"head": {name: value}}, f"{name}=.*allowed: ")
+            for name, values in {
+                "hidden_size": (-1, 1.5, True, "abc", []),
+                "head_dim": (7, 0, 2**40, {}),
+                "num_kv_heads": (0,),
+                "num_layers": (2**20, "1", True),
+                "norm_eps": (0, -1.0, "abc", math.nan, 10**400),
+                "rope_parameters": (7, []),
+                "max_positions": (0, 2**40),
+                "feature_layers": (7, "abc", ["a"]),
+                "fc_bias": (0, []),
+            }.items()
+            for value in values
+        ],
         ({"head": {"draft_vocab_size": 23}}, r"draft_ids has shape \(24,\); expected \(23,\)"),
     ],
 )
@@ -54,6 +73,24 @@ def test_own_layout_with_a_damaged_config(tmp_path: Path, change: dict[str, Any]
     folder = save_head(tmp_path / "b", head.module, head.vocabulary, TARGET)
     with pytest.raises(CheckpointError, match=message):
         load_head(change_json(folder, **change), TARGET)
+
+
+@pytest.mark.parametrize("kind", ["sparse", "meta"])
+def test_tensors_without_plain_values(kind: str, tmp_path: Path) -> None:
+    config, weights = eagle3()
+    fc = weights["fc.weight"]
+    folder = write(tmp_path, config, weights)
+    (folder / "model.safetensors").unlink()
+    torch.save(weights | {"fc.weight": fc.to_sparse() if kind == "sparse" else fc.to("meta")}, folder / "model.bin")
+    with pytest.raises(CheckpointError, match=r"without values \(meta\): fc.weight"):
+        load_head(folder, TARGET)
+
+
+def test_a_config_that_is_nested_too_deeply(tmp_path: Path) -> None:
+    folder = write(tmp_path, *eagle3())
+    (folder / "config.json").write_text('{"a":' * 100_000)
+    with pytest.raises(CheckpointError, match="no valid JSON"):
+        load_head(folder, TARGET)
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "pytorch_model.bin"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import resource
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 
 from specdec.errors import CheckpointError
 from specdec.heads import writing
+from specdec.heads.loading import load_head
 from specdec.heads.saving import save_head
 from tests.heads.small_heads import VOCAB_SIZE, WIDTH, small_eagle, small_medusa, small_target
 
@@ -51,6 +53,19 @@ def test_own_rows_are_written_and_a_whole_vocabulary_is_not(tmp_path: Path) -> N
     assert torch.equal(tensors["lm_head.weight"], head.module.lm_head.weight)
     assert "draft_ids" not in tensors
     assert (folder / "README.md").read_text() == "# Mine\n"
+
+
+def test_who_may_read_a_head_is_what_the_umask_says(tmp_path: Path) -> None:
+    target = small_target()
+    head = small_medusa(target)
+    before = os.umask(0o027)
+    try:
+        for _ in range(2):  # a new folder, and one that is there
+            save_head(tmp_path / "head", head.module, head.vocabulary, target)
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in (tmp_path / "head").iterdir()} == {0o640}
+    assert (tmp_path / "head").stat().st_mode & 0o777 == 0o750
 
 
 @pytest.mark.parametrize("own_heads", [False, True])
@@ -104,6 +119,35 @@ def test_an_error_of_the_system_changes_nothing(tmp_path: Path, code: int, monke
     with pytest.raises(CheckpointError, match="no room"):
         save_head(tmp_path / "head", head.module, head.vocabulary, target)
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("last", ["README.md", "model.safetensors", "config.json"])
+def test_moving_that_breaks_off_leaves_one_state_or_none(
+    last: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """New weights under an old config would load, where shapes agree, and draft badly."""
+    target = small_target()
+    head = small_eagle(target)
+    folder = save_head(tmp_path / "head", head.module, head.vocabulary, target)
+    before = contents(tmp_path)
+    replaced = Path.replace
+
+    def fails(self: Path, to: Path) -> Path:
+        if self.name == last:
+            raise OSError(errno.EIO, "broken")
+        return replaced(self, to)
+
+    monkeypatch.setattr(Path, "replace", fails)
+    with pytest.raises(CheckpointError, match=r"in part: .*Write it again" if last == "config.json" else "broken"):
+        save_head(folder, head.module, head.vocabulary, target)
+    if last == "config.json":
+        with pytest.raises(CheckpointError, match=r"config\.json cannot be read"):
+            load_head(folder, target)
+    else:
+        now = contents(tmp_path)
+        assert {k: v for k, v in now.items() if "README" not in str(k)} == {
+            k: v for k, v in before.items() if "README" not in str(k)
+        }
 
 
 def test_a_file_in_the_way_is_refused(tmp_path: Path) -> None:

@@ -221,7 +221,7 @@ class TestReport:
         assert {"none", "ngram", "draft_model", "self_int8"} <= set(llama)
         assert not {"oracle", "adversary", "scripted", "random"} & set(llama)
         trained = {"eagle", "eagle3", "medusa"}  # none ships for a tiny random model
-        assert all("head ships" in str(llama[name]) for name in trained)
+        assert all("head ships for llama (hidden size" in str(llama[name]) for name in trained)
         assert {reason for name, reason in llama.items() if name not in trained} == {None}
         assert "Linear layers" in str(mixtral["self_int8"])
         assert all(reason is None for name, reason in mixtral.items() if name not in {"self_int8", *trained})

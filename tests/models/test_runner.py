@@ -124,6 +124,34 @@ def test_only_the_wanted_rows(rows: list[int], lean: bool) -> None:
         torch.testing.assert_close(out.features, torch.cat(columns, dim=1), rtol=1e-5, atol=1e-5)
 
 
+_SHAPED = {"gemma2", "cohere", "granite"}  # logits that are scaled or capped
+
+
+@pytest.mark.parametrize("architecture", SUPPORTED, ids=str)
+def test_the_last_feature_is_what_the_lm_head_reads(architecture: Architecture) -> None:
+    model = model_of(architecture)
+    runner = private_runner(model, lean=False)
+    runner.cache.open(0, 4)
+    runner.cache.reserve(0, 4)
+    token_ids = torch.tensor([3, 1, 4, 15])
+    out = runner.forward([Segment(0, token_ids, None, torch.arange(4))], FeatureSpec((0,), final_norm=True))
+    head = model.get_output_embeddings()
+    assert out.features is not None
+    logits = head(out.features[:, -head.in_features :])
+    if architecture.name in _SHAPED:
+        assert bool((logits.argsort() == out.logits.argsort()).all())
+    else:
+        torch.testing.assert_close(logits, out.logits, rtol=1e-6, atol=1e-6)
+
+
+def test_a_last_hidden_state_of_another_width_is_refused() -> None:
+    runner = private_runner(build(named("opt"), word_embed_proj_dim=16), lean=False)
+    runner.cache.open(0, 1)
+    runner.cache.reserve(0, 1)
+    with pytest.raises(UnsupportedModelError, match=r"last hidden state of width 32.*OPTDecoder.*width 16"):
+        runner.forward([Segment(0, torch.tensor([1]), None, torch.tensor([0]))], FeatureSpec(final_norm=True))
+
+
 def test_a_feature_layer_that_is_not_there() -> None:
     runner = private_runner(model_of(named("gemma")))
     runner.cache.open(0, 1)

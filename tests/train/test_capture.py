@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import json
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from specdec.errors import CheckpointError
 from specdec.models.build import runner_for
@@ -117,6 +120,44 @@ def test_a_killed_capture_keeps_whole_shards_and_goes_on(tmp_path: Path) -> None
     for left, right in zip(store.examples(), whole.examples(), strict=True):
         assert left.key == right.key and torch.equal(left.token_ids, right.token_ids)
         torch.testing.assert_close(left.features, right.features, rtol=2e-2, atol=2e-2)
+
+
+def test_features_of_other_weights_are_refused(tmp_path: Path) -> None:
+    model = copy.deepcopy(toy_model())
+    FeatureStore(tmp_path, about_of(runner_for(model), "toy"))
+    FeatureStore(tmp_path, about_of(runner_for(copy.deepcopy(model).to(torch.bfloat16)), "toy"))
+    for name in ("model.embed_tokens.weight", "model.layers.5.mlp.up_proj.weight", "model.norm.weight"):
+        other = copy.deepcopy(model)
+        other.get_parameter(name).data.mul_(1.05)
+        with pytest.raises(CheckpointError, match="features of other weights than toy has now; give another folder"):
+            FeatureStore(tmp_path, about_of(runner_for(other), "toy"))
+
+
+def test_what_a_store_says_of_its_responses(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    about = about_of(runner_for(toy_model()), "toy", CONFIG)
+    FeatureStore(tmp_path / "new", about)
+    old = {k: v for k, v in asdict(about).items() if k not in ("probe", "weights", "capture")}
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "store.json").write_text(json.dumps(old))
+    FeatureStore(tmp_path / "new", about)
+    assert not caplog.records
+    FeatureStore(tmp_path / "new", about_of(runner_for(toy_model()), "toy", replace(CONFIG, max_new_tokens=3, seed=4)))
+    assert "drawn with max_new_tokens=10, not 3, seed=0, not 4; they are used as they are" in caplog.text
+    FeatureStore(tmp_path / "old", about)
+    assert "does not say which weights of toy its features are of" in caplog.text
+
+
+def test_what_is_no_store_is_named(tmp_path: Path) -> None:
+    about = about_of(runner_for(toy_model()), "toy")
+    (tmp_path / "file").write_text("x")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(CheckpointError, match=r"cannot hold features: .*give another folder"):
+            FeatureStore(folder, about)
+    store = FeatureStore(tmp_path / "store", about)
+    save_file({"x": torch.zeros(3)}, store.folder / "shard-foreign.safetensors")
+    for read in (store.keys, lambda: list(store.examples())):
+        with pytest.raises(CheckpointError, match=r"shard-foreign.* is no shard of features: it has no 'keys'"):
+            read()
 
 
 def test_prompts_that_differ_draw_differently(tmp_path: Path) -> None:

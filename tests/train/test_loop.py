@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -65,6 +66,27 @@ def test_a_run_that_was_stopped_ends_with_the_same_weights(method: str, optimize
     assert all(torch.equal(v, theirs[k]) for k, v in weights(over).items())
 
 
+def test_points_beyond_the_last_checkpoint_are_dropped(tmp_path: Path) -> None:
+    stopped_after(loop_in(tmp_path), 3)
+    path = tmp_path / "curve.jsonl"
+    reached = json.loads((tmp_path / "latest.json").read_text())["progress"]["num_tokens"]
+    lines = [json.dumps({"num_batches": i, "num_tokens": n, "seconds": 1.0}) for i, n in ((1, 20), (3, reached))]
+    path.write_text("".join(line + "\n" for line in (*lines, json.dumps({"num_tokens": reached + 1}), '{"num_')))
+    stopped_after(loop_in(tmp_path), 4)
+    assert path.read_text().splitlines()[:2] == lines
+    assert not [n for n in map(json.loads, path.read_text().splitlines()[2:]) if n["num_tokens"] == reached + 1]
+    (tmp_path / "latest.json").unlink()
+    stopped_after(loop_in(tmp_path), 1)
+    assert path.read_text() == "", "a run that begins anew has no points"
+
+
+def test_tied_weights_are_saved_silently(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = toy_model(tied=True)
+    made = Ingredients(model, toy_target(model), vocabulary_of(), toy_examples(), torch.float32, {"seed": 3})
+    stopped_after(loop_in(tmp_path, step=build_job("draft_model", made).step), 1)
+    assert "shared tensor" not in caplog.text
+
+
 def test_another_configuration_is_refused_by_name(tmp_path: Path) -> None:
     stopped_after(loop_in(tmp_path), 2)
     other = loop_in(tmp_path, replace(CONFIG, learning_rate=1e-3, seed=1))
@@ -95,6 +117,12 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(
         loop.run()
     assert [p.name for p in tmp_path.glob("checkpoint-*")] == ["checkpoint-2"]
     loop_in(tmp_path).run()
+
+
+def test_a_folder_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(CheckpointError, match=r"cannot hold checkpoints: .*give another folder"):
+        loop_in(tmp_path / "file" / "checkpoints")
 
 
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path: Path) -> None:
@@ -140,7 +168,20 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"num_tokens": 0}, {"batch_tokens": True}, {"precision": "fp8"}, {"optimizer": "sgd"}], ids=str
+    "wrong",
+    [
+        {"learning_rate": math.nan},
+        {"checkpoint_minutes": -1.0},
+        {"warmup_share": 1.0},
+        {"betas": (0.9, 1.0)},
+        {"clip_norm": 0.0},
+        {"seed": -1},
+        {"num_tokens": 0},
+        {"batch_tokens": True},
+        {"precision": "fp8"},
+        {"optimizer": "sgd"},
+    ],
+    ids=str,
 )
 def test_wrong_values_are_named(wrong: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))}=.*allowed"):

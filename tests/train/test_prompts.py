@@ -75,16 +75,34 @@ def test_every_shape_of_a_row(tmp_path: Path) -> None:
         {"messages": ["no turn"]},
         "a string",
         None,
-        {"text": "Seven!"},  # the same letters as an earlier one
+        {"text": " Seven  "},  # an earlier one
+        {"instruction": "eight", "input": "a text", "output": "8"},
+        {"instruction": "eight", "input": "another text", "output": "8"},
+        {"text": "nine \ud800"},
     ]
     path = written(tmp_path, "a.json", json.dumps(rows))
-    assert found(path) == [("one", "1"), ("two", ""), ("three", ""), ("five", "5"), ("six", "6"), ("seven", "")]
+    first = [("one", "1"), ("two", ""), ("three", ""), ("five", "5"), ("six", "6"), ("seven", "")]
+    more = [("eight\n\na text", "8"), ("eight\n\nanother text", "8"), ("nine \ufffd", "")]
+    assert found(path) == first + more
     assert next(iter(read_prompts(str(path)))).messages == (system, {"role": "user", "content": "one"})
 
 
 def test_prompts_without_letters_differ(tmp_path: Path) -> None:
     rows = [{"text": t} for t in ("2 + 2 = ?", "3 * 7 = ?", "2 + 2 = ?")]
     assert found(written(tmp_path, "a.json", json.dumps(rows))) == [("2 + 2 = ?", ""), ("3 * 7 = ?", "")]
+
+
+def test_prompts_that_begin_alike_differ_and_stay_together(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    same = "please answer the following question about these numbers with care and in one short sentence only: "
+    rows: list[Any] = [{"text": f"{same}{i}"} for i in range(40)]
+    system = [{"role": "system", "content": "Be brief"}, {"role": "user", "content": f"{same}0"}]
+    with caplog.at_level("INFO", "specdec"):
+        kept = list(
+            read_prompts(str(written(tmp_path, "a.json", json.dumps([*rows, {"messages": system}, rows[3], 1]))))
+        )
+    assert len({p.key for p in kept}) == len(kept) == 41
+    assert "2 of 43 rows left out: 1 as duplicates, 1 without a prompt's text" in caplog.text
+    assert len({p.key[:8] for p in kept}) == 1  # what decides the split
 
 
 def test_the_held_out_split_depends_on_the_prompt_alone(tmp_path: Path) -> None:
@@ -105,6 +123,10 @@ def test_the_held_out_split_depends_on_the_prompt_alone(tmp_path: Path) -> None:
     [
         ("a.json", "[]", "none of its 0 rows holds a prompt"),
         ("a.json", '[{"other": 1}, {"text": ""}]', "none of its 2 rows holds a prompt; a row needs a text under"),
+        ("a.json", '[{"text": "x"}, {"text": y}, {"text": "z"}]', "damaged at character 25, in row 1: Expecting value"),
+        ("a.json", '[{"text": "x"} "y" [], {"text": "x" "z"}]', "damaged at character 36, in row 3"),
+        ("a.json", '[{"text": ' + "[" * 100_000, "row 0 is nested too deeply"),
+        ("a.jsonl", "", "it is empty"),
         ("a.json", '{"text": "x"}', "must hold an array of rows; one row per line is .jsonl"),
         ("a.json", "", "must hold an array"),
         ("a.jsonl", "{not json", "cannot be read"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from specdec.errors import CheckpointError, ConfigError, IncompatibleDrafterError
-from specdec.heads.small_model import load_small_model, save_small_model
+from specdec.heads.small_model import advised_settings, load_small_model, save_small_model
 from specdec.models.small_copy import own_tensors, small_copy
 from tests.decoding import one
 from tests.train.toy import VOCAB_SIZE, toy_model, toy_target, vocabulary_of
@@ -127,6 +128,48 @@ def test_damaged_files_are_named(tmp_path: Path) -> None:
     del about["head"]["layers"]
     config.write_text(json.dumps(about))
     with pytest.raises(CheckpointError, match="does not describe a distilled draft model"):
+        load_small_model(tmp_path, model, toy_target(model))
+
+
+@pytest.mark.parametrize(
+    ("where", "value", "message"),
+    [
+        (("head", "layers"), [6], r"layers=\[6\]; allowed: at least one of 0 to 5"),
+        (("head", "layers"), "0", "allowed: a list of integers"),
+        (("target", "probe"), ["a"], "allowed: a list of numbers"),
+        (("target", "vocab_size"), -1, "allowed: an integer > 0"),
+        (("settings",), 7, "allowed: an object"),
+        (("settings", "max_draft_tokens"), "many", "allowed: an integer > 0"),
+        (("format_version",), 2, "does not describe a distilled draft model: .*format_version 2"),
+    ],
+)
+def test_a_damaged_description_is_named(where: tuple[str, ...], value: Any, message: str, tmp_path: Path) -> None:
+    _, model = saved(tmp_path)
+    config = tmp_path / "config.json"
+    about = json.loads(config.read_text())
+    inner = about
+    for name in where[:-1]:
+        inner = inner[name]
+    inner[where[-1]] = value
+    config.write_text(json.dumps(about))
+    with pytest.raises(CheckpointError, match=message):
+        assert (advised_settings(tmp_path), load_small_model(tmp_path, model, toy_target(model))) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "tensor", "message"),
+    [
+        ("draft_ids", torch.tensor([0.5]), "draft_ids is float32"),
+        ("draft_ids", torch.tensor([[1]]), r"draft_ids is int64 of shape \(1, 1\)"),
+        ("model.norm.weight", torch.ones(32, dtype=torch.int32), "model.norm.weight is stored as int32"),
+        ("model.norm.weight", torch.full((32,), math.inf), "model.norm.weight has NaN or infinite values"),
+    ],
+)
+def test_tensors_of_the_wrong_kind_are_named(name: str, tensor: torch.Tensor, message: str, tmp_path: Path) -> None:
+    _, model = saved(tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file(load_file(path) | {name: tensor}, path)
+    with pytest.raises(CheckpointError, match=message):
         load_small_model(tmp_path, model, toy_target(model))
 
 

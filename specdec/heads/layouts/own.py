@@ -59,7 +59,7 @@ def _read(checkpoint: Checkpoint, target: HeadTarget) -> Reading:
         row_ids=rows.row_ids,
         own_embedding=True,
         problems=problems,
-        settings=dict(outer.inner("settings").values),
+        settings=outer.inner("settings").advice(),
     )
 
 
@@ -87,9 +87,7 @@ def _check_target(config: EagleConfig | MedusaConfig, trained_for: ConfigFields,
     check_vocab_size(config.vocab_size, target, "the head")
     if isinstance(config, EagleConfig):
         check_layers(list(config.feature_layers), target, "feature_layers")
-    probe = trained_for.values.get("probe")
-    if not isinstance(probe, list) or not all(isinstance(x, int | float) for x in probe):
-        raise CheckpointError(f"{trained_for.where}: probe={probe!r}; a list of numbers is expected")
+    probe = trained_for.numbers("probe")
     if not target.matches(probe):
         raise IncompatibleDrafterError(
             f"the head was trained for {trained_for.text('name', 'another model')}, and {target.name} is another model "
