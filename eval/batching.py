@@ -7,6 +7,7 @@ All three give the same number of tokens to the same prompts; within a repeat tr
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -128,6 +129,7 @@ class _GenerateBatch:
     def __call__(self, batch: Sequence[list[int]]) -> Answers:
         from transformers import ContinuousBatchingConfig
 
+        logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
         done = self._model.generate_batch(
             inputs=[list(prompt) for prompt in batch],
             generation_config=self._generation,

@@ -25,7 +25,9 @@ def plot_serve(result: dict[str, Any], path: Path) -> Path:
     figure = Figure(figsize=_INCHES, layout="constrained")
     FigureCanvasAgg(figure)
     lossy = "" if result["lossless"] else ", LOSSY verifier"
-    figure.suptitle(f"{result['model']}, drafter {result['drafter']}{lossy}: {result['num_arrived']} requests")
+    figure.suptitle(
+        f"{Path(result['model']).name}, drafter {result['drafter']}{lossy}: {result['num_arrived']} requests"
+    )
     (ttft, itl), (requests, kv) = figure.subplots(2, 2)
     _distribution(ttft, [r["ttft_s"] for r in result["requests"]], "time to first token, s", result["ttft_s"])
     _limit(ttft, result["load"]["slo_ttft_s"])
@@ -38,7 +40,7 @@ def plot_serve(result: dict[str, Any], path: Path) -> Path:
     requests.set_ylim(bottom=0)
     used = [100 * m["kv_used"] for m in moments]
     cached = [100 * m["kv_cached"] for m in moments]
-    kv.stackplot(at, used, cached, labels=["held by requests", "kept for prefixes"], alpha=0.7)
+    kv.stackplot(at, used, cached, labels=["held by requests", "kept for prefixes"], alpha=0.7, step="post")
     kv.set_ylabel("KV blocks, %")
     kv.set_ylim(0, 100)
     for axes in (requests, kv):
@@ -72,12 +74,16 @@ def _distribution(axes: Any, values: Sequence[float | None], what: str, marks: d
     axes.step(known, [(i + 1) / len(known) for i in range(len(known))], where="post")
     for (name, value), style in zip(marks.items(), ("-", "--", ":"), strict=True):
         if value is not None:
-            axes.axvline(value, color="grey", linestyle=style, linewidth=1, label=f"{name} {value:.3g}")
+            axes.axvline(value, color="grey", linestyle=style, linewidth=1, label=f"{name} {_figure(value)}")
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _limit(axes: Any, slo_s: float | None) -> None:
     if slo_s is not None:
-        axes.axvline(slo_s, color="tab:red", linewidth=1, label=f"limit {slo_s:g}")
+        axes.axvline(slo_s, color="tab:red", linewidth=1, label=f"limit {_figure(slo_s)}")
 
 
 def _scaled(values: dict[str, float | None]) -> dict[str, float | None]:

@@ -162,7 +162,9 @@ def test_where_num_assistant_tokens_is_read() -> None:
     assert longest(drafter="oracle", max_draft_tokens=3) == 3
 
 
-@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md"])
+@pytest.mark.parametrize(
+    "page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md", "scheduling.md"]
+)
 def test_links_lead_somewhere(page: str) -> None:
     for target, anchor in re.findall(
         r"\]\((?!https?://)([^)#]*)(#[^)]*)?\)", (DOCS / page).read_text(encoding="utf-8")
@@ -175,7 +177,9 @@ def test_links_lead_somewhere(page: str) -> None:
             assert anchor[1:] in slugs, anchor
 
 
-@pytest.mark.parametrize("page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md"])
+@pytest.mark.parametrize(
+    "page", ["generate.md", "footguns.md", "add_a_drafter.md", "train_a_drafter.md", "scheduling.md"]
+)
 def test_named_files_and_tests_exist(page: str) -> None:
     found = re.findall(r"`((?:tests|specdec|drafters|eval)/[\w/]+\.py)((?:::\w+)*)`", (DOCS / page).read_text("utf-8"))
     assert found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from typing import Any
@@ -13,6 +14,7 @@ from specdec.running import Job, start
 from specdec.serving.metrics import Finished, Metrics
 from specdec.worker import Worker
 
+log = logging.getLogger("specdec")
 MAX_WAITING = 1024  # of a server; more at once are refused, so that nobody waits for what he will not get in time
 
 
@@ -69,6 +71,7 @@ class Engine:
             culprit = getattr(error, "specdec_request_id", None)
             if culprit is None:
                 raise
+            log.warning("request %s ends: its own processor or criterion raised %r", culprit, error)
             self._core.fail(culprit, error)  # the step did not happen: the next one runs without that request
         pieces: list[Piece] = []
         for request_id in list(self._open):
