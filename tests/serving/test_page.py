@@ -47,11 +47,9 @@ def test_the_commands_run(tiny: str, tmp_path: Path) -> None:
     (block,) = re.findall(r"```bash\n(.*?)```", PAGE, re.DOTALL)
     for line in block.splitlines():
         words = shlex.split(line.partition("   #")[0])[1:]
-        given = dict(zip(words, words[1:], strict=False))
         short = {"--rate": "200", "--num-requests": "3", "--duration": "0.05", "--drafter": "ngram"}
         short["--plot"] = str(tmp_path / "serve.png")
-        for name in short.keys() & given.keys():
-            words[words.index(name) + 1] = short[name]
+        words = [short.get(before, word) for before, word in zip(["", *words], words, strict=False)]
         result = run(*words, "--model", tiny, "--max-new-tokens", "4")
         assert result.exit_code == 0, result.output
 
