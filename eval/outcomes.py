@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from specdec.serving.metrics import percentiles
@@ -28,7 +28,7 @@ class Outcome:
     tpot_s: float | None = None
     total_s: float | None = None  # to the last token
     num_tokens: int = 0
-    gaps_s: array[float] = field(default_factory=lambda: array("d"))  # between emissions
+    gaps_s: Sequence[float] = ()  # between emissions
     stats: RequestStats | None = None  # without emissions
 
     def finish(self, stats: RequestStats, start_s: float, reason: str) -> None:

@@ -115,6 +115,8 @@ class Engine:
             max_step_tokens=config.max_step_tokens,
             max_waiting=config.max_waiting,
         )
+        if target.cache.prefix_caching and drafter.features:
+            target.size_features(drafter.features)
         self.residency = Residency(target.cache, self._scheduler, self.drafting, self.stats)
         self._requests: dict[int, Request] = {}
         self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads

@@ -75,6 +75,22 @@ class ModelRunner:
         """Return how many positions the model was built for, or None if its config names no limit."""
         return max_positions(self.config)
 
+    def size_features(self, spec: FeatureSpec) -> None:
+        """Run one token, so that the cache knows the bytes of the hidden states it is to keep before it hands out room.
+
+        Were they counted from the first that are stored on, the memory limit would hold fewer blocks all at once.
+        """
+        self.cache.open(-1, 1)
+        try:
+            self.cache.reserve(-1, 1)
+            segment = Segment(-1, torch.zeros(1, dtype=torch.int64), None, torch.empty(0, dtype=torch.int64))
+            features = self.forward([segment], spec).features
+            assert features is not None, "hidden states were asked for"
+            self.cache.commit(-1, torch.arange(1))
+            self.cache.store_features(-1, 0, features)
+        finally:
+            self.cache.release(-1)
+
     def forward(self, segments: Sequence[Segment], features: FeatureSpec = FeatureSpec()) -> Forward:
         """Run the rows of all segments at once.
 

@@ -10,7 +10,7 @@ from typing import Any
 from specdec.stats import EngineStats, RequestStats, total
 
 PERCENTILES = (50, 90, 99)
-_MOST_KEPT = 4096  # finished requests that percentiles are taken over: the latest
+_MOST_KEPT = 1024  # finished requests that percentiles are taken over: the latest
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:

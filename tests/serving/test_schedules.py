@@ -207,6 +207,16 @@ def test_a_crowd_preempts_and_shares(drafter: str) -> None:
     assert (drafted > 0) == (drafter != "none")
 
 
+def test_the_limit_counts_hidden_states_before_there_are_any() -> None:
+    """Were they counted only when the first are stored, blocks would be taken that may not be there any more."""
+    engine = engine_with("eagle", CROWDED)
+    cache = engine.target.cache
+    num_blocks, size = cache.num_blocks, cache.bytes_per_token
+    check(engine, run(engine, CROWD[:6]))
+    assert (cache.num_blocks, cache.bytes_per_token) == (num_blocks, size)
+    assert size > private_runner(model_of(named("llama"))).cache.bytes_per_token
+
+
 def test_a_wrong_answer_would_be_seen() -> None:
     engine = engine_with("none", CROWDED)
     done = run(engine, CROWD[:4])
