@@ -32,7 +32,8 @@ class Residency:
         if cache.is_open(request_id):  # interrupted between opening and running it, or while being preempted
             request.num_computed = cache.context_len(request_id)
             return True
-        if self._scheduler.running and not cache.has_room(len(request.tokens) + 1 + self._scheduler.max_draft_tokens):
+        own = len(request.tokens) + 1 + self._scheduler.max_draft_tokens
+        if self._scheduler.running and not cache.has_room(own + self._promised_tokens()):
             return False
         request.num_computed = cache.open(request_id, len(request.tokens) + request.num_remaining, request.tokens)
         if request.num_computed:
@@ -44,6 +45,15 @@ class Residency:
             request.stats.admission_s = time.perf_counter()
         return True
 
+    def _promised_tokens(self) -> int:
+        """Return how much room the pending tokens of running requests will take, in whole blocks.
+
+        Opening takes no memory: without this everyone would be let in on the same free blocks.
+        """
+        size = self._cache.block_tokens
+        blocks = sum(-(-len(r.tokens) // size) - -(-r.num_computed // size) for r in self._scheduler.running)
+        return blocks * size
+
     def tell_drafter(self, request: Request) -> None:
         """Tell the drafter all of what is computed of a request, with its hidden states where they are kept."""
         features = None
@@ -54,8 +64,8 @@ class Residency:
     def reserve(self, work: Sequence[Work]) -> list[Work]:
         """Reserve KV for a step's rows, best rank first; return the work there is memory for.
 
-        Where memory runs out, first the drafts of a request are given up and then the request of the worst rank, which
-        waits and is computed again later.
+        Where memory runs out the request of the worst rank waits and is computed again later. Drafts get what is left
+        when everybody has his rows: room that is given back after the step is no reason to compute anything twice.
 
         Raises:
             OutOfCacheError: a request that runs alone does not fit.
@@ -63,9 +73,8 @@ class Residency:
         reserved: list[Work] = []
         for w in work:
             while w.request in self._scheduler.running:  # else it was preempted, for itself or one before it
-                fitting = self._reserve_one(w)
-                if fitting is not None:
-                    reserved.append(fitting)
+                if self._fits(w, 0):
+                    reserved.append(w)
                     break
                 victim = self._scheduler.victim()
                 if victim is None:
@@ -74,17 +83,21 @@ class Residency:
                     continue
                 self.preempt(victim)
                 reserved = [r for r in reserved if r.request is not victim]
-        return reserved
+        return [self._with_drafts(w) for w in reserved]
 
-    def _reserve_one(self, w: Work) -> Work | None:
-        """Return the work as far as there is memory for it, without its drafts if need be; None = for nothing."""
-        for most in dict.fromkeys((w.max_draft_tokens, 0)):
-            try:
-                self._cache.reserve(w.request.request_id, w.num_rows + most)
-            except OutOfCacheError:
-                continue
-            return w if most == w.max_draft_tokens else replace(w, max_draft_tokens=0)
-        return None
+    def _with_drafts(self, w: Work) -> Work:
+        """Return the work, without its drafts if there is no room for them beside everybody's rows."""
+        if w.max_draft_tokens == 0 or self._fits(w, w.max_draft_tokens):
+            return w
+        return replace(w, max_draft_tokens=0)
+
+    def _fits(self, w: Work, num_drafts: int) -> bool:
+        """Reserve its rows and so many drafts; tell whether there was room. If not, an earlier reservation stands."""
+        try:
+            self._cache.reserve(w.request.request_id, w.num_rows + num_drafts)
+        except OutOfCacheError:
+            return False
+        return True
 
     def preempt(self, request: Request) -> None:
         """Give up a running request's KV; its tokens stay, and it is computed again when it is admitted again."""

@@ -11,6 +11,7 @@ from typing import Any
 from specdec.api import LLM, Completion, Piece, Pieces
 from specdec.engine import Engine as Core
 from specdec.running import Job, start
+from specdec.serving.kernel_caches import bound_kernel_caches
 from specdec.serving.metrics import Finished, Metrics
 from specdec.worker import Worker
 
@@ -31,6 +32,7 @@ class Engine:
     """
 
     def __init__(self, model: Any, *, max_waiting: int | None = MAX_WAITING, **options: Any) -> None:
+        bound_kernel_caches()  # before the first kernel runs
         self.llm = LLM(model, max_waiting=max_waiting, **options)
         self._core: Core = self.llm.engine
         self._open: dict[int, Pieces] = {}

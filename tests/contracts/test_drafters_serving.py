@@ -131,3 +131,14 @@ def test_target_and_drafter_share_one_memory_limit(name: str) -> None:
     assert [r.new_tokens for r in requests] == [reference(model, row, 30) for row in rows]
     assert own.num_bytes <= own.max_bytes
     assert own.usage()["num_used"] == 0
+
+
+def test_no_more_are_admitted_than_there_is_memory_for() -> None:
+    """Opening takes no memory, so what running requests will take counts before a further one is let in."""
+    some = engine("none", {}, tokens=160, max_batch_size=16)
+    requests = [add(some, row, 4) for row in prompts(*[30] * 12)]
+    some.step()
+    assert some.num_running == 4, "of three blocks each, which ten blocks hold three times and a beginning"
+    drain(some, 2000)
+    assert some.stats.num_preemptions <= 4
+    assert all(r.num_new_tokens == 4 for r in requests)

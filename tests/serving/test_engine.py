@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import os
 from collections.abc import Sequence
 from typing import Any
 
@@ -49,6 +50,14 @@ def assert_empty(serving: specdec.Engine) -> None:
     assert serving.kv_usage()["num_used"] == 0
     assert not serving.has_unfinished
     assert not serving.llm.engine._requests
+
+
+def test_kernel_caches_are_bounded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LRU_CACHE_CAPACITY", "7")
+    monkeypatch.delenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", raising=False)
+    engine()
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "64"
 
 
 class FailsAt:

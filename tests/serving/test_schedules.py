@@ -207,6 +207,32 @@ def test_a_crowd_preempts_and_shares(drafter: str) -> None:
     assert (drafted > 0) == (drafter != "none")
 
 
+def engine_of_blocks(count: int, **options: Any) -> Engine:
+    model = model_of(named("llama"))
+    cache = private_runner(model).cache
+    runner = private_runner(model, kv_memory_bytes=count * cache.block_tokens * cache.bytes_per_token)
+    return engine_of(model, runner=runner, **options)
+
+
+def test_nobody_is_let_in_on_the_block_of_another() -> None:
+    """Opening takes no memory, so what those before it still need of the free blocks has to be kept."""
+    engine = engine_of_blocks(7)
+    requests = [add(engine, prompt, 2) for prompt in prompts(*[40] * 6, seed=5)]
+    drain(engine)
+    assert engine.stats.num_preemptions == 0
+    assert all(r.num_new_tokens == 2 for r in requests)
+
+
+def test_drafts_take_no_block_that_a_row_needs() -> None:
+    """The first has room for its drafts only if the second, of a worse rank, goes without its own row."""
+    engine = engine_of_blocks(5, drafter="random", max_draft_tokens=3)
+    drafts, short = (add(engine, prompt, n) for prompt, n in zip(prompts(30, 32, seed=6), (6, 2), strict=True))
+    drain(engine)
+    assert engine.stats.num_preemptions == 0
+    assert (drafts.num_new_tokens, short.num_new_tokens) == (6, 2)
+    assert drafts.stats.num_draft_tokens > 0
+
+
 def test_the_limit_counts_hidden_states_before_there_are_any() -> None:
     """Were they counted only when the first are stored, blocks would be taken that may not be there any more."""
     engine = engine_with("eagle", CROWDED)
