@@ -25,6 +25,7 @@ from specdec.debug.near_tie import near_tie_limit
 from specdec.errors import ConfigError
 from specdec.eval.answers import Answer, answer, summarise
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.lossless import first_divergence
 from specdec.eval.prompts import Prompt, encode, load_prompts, stratify
 from specdec.interfaces import SamplingParams
@@ -42,16 +43,7 @@ def measure(config: Any) -> dict[str, Any]:
         value = OmegaConf.select(config, name)
         if not isinstance(value, int) or value < least:
             raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
-    engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
-    llm = LLM(
-        config.target.name,
-        dtype=config.target.dtype,
-        drafter=config.drafter.name,
-        drafter_options=OmegaConf.to_container(config.drafter.options, resolve=True),
-        verifier=config.verifier.name,
-        verifier_options=dict(config.verifier.options),
-        **engine,
-    )
+    llm = LLM(config.target.name, **llm_options(config))
     chosen, left_out = _choose(llm, config)
     prompts = [ids for _, ids in chosen]
     options = {"max_new_tokens": config.max_new_tokens, "temperature": config.temperature, "seed": config.seed}
@@ -64,6 +56,7 @@ def measure(config: Any) -> dict[str, Any]:
         answers = _run(llm, prompts, config.batch_size, options, advance)
         check = None
         if is_checked:
+            engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
             plain = LLM(llm.model, tokenizer=llm.tokenizer, **engine)
             expected = _run(plain, prompts, config.batch_size, options, advance)
             check = _compare(llm, prompts, expected, answers, config.near_tie)

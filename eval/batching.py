@@ -24,6 +24,7 @@ from specdec.api import LLM
 from specdec.debug.near_tie import first_difference, near_tie_limit
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.lossless import first_divergence
 from specdec.eval.prompts import encode, load_texts
 from specdec.provenance import provenance
@@ -43,12 +44,7 @@ def measure(config: Any) -> dict[str, Any]:
             f"repeats={config.repeats}, num_requests={config.num_requests}, max_new_tokens={config.max_new_tokens}; "
             "allowed: at least 1 each"
         )
-    options = OmegaConf.to_container(config.engine, resolve=True) or {}
-    options |= {
-        "drafter": config.drafter.name,
-        "drafter_options": OmegaConf.to_container(config.drafter.options, resolve=True),
-    }
-    llm = LLM(config.target.name, dtype=config.target.dtype, **options)
+    llm = LLM(config.target.name, **llm_options(config))
     texts, _ = load_texts(config.prompts)
     few = encode(llm, texts, config.prompts.chat)
     prompts = [few[i % len(few)] for i in range(config.num_requests)]

@@ -22,6 +22,7 @@ from rich.table import Table
 from specdec import Engine
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts, long_prompt
 from specdec.provenance import provenance
 
@@ -39,16 +40,12 @@ def measure(config: Any) -> dict[str, Any]:
             f"repeats={config.repeats}, num_running={config.num_running}, prompt_tokens={config.prompt_tokens}, "
             f"chunk_tokens={sizes}; allowed: at least 1, 1, 2, and two different sizes"
         )
-    options = OmegaConf.to_container(config.engine, resolve=True) or {}
-    options |= {
-        "drafter": config.drafter.name,
-        "drafter_options": OmegaConf.to_container(config.drafter.options, resolve=True),
-        "verifier": config.verifier.name,
-    }
-    first = Engine(config.target.name, dtype=config.target.dtype, prefill_chunk_tokens=sizes[0], **options)
+    options = llm_options(config)
+    first = Engine(config.target.name, **{**options, "prefill_chunk_tokens": sizes[0]})
     engines = {sizes[0]: first}
     for size in sizes[1:]:
-        engines[size] = Engine(first.llm.model, tokenizer=first.llm.tokenizer, prefill_chunk_tokens=size, **options)
+        own = {**options, "dtype": None, "prefill_chunk_tokens": size}  # the model is loaded
+        engines[size] = Engine(first.llm.model, tokenizer=first.llm.tokenizer, **own)
     texts, _ = load_texts(config.prompts)
     prompts = encode(first.llm, texts, config.prompts.chat)
     samples: dict[int, list[tuple[float, float]]] = {size: [] for size in sizes}

@@ -111,7 +111,7 @@ def measure(config: Any) -> dict[str, Any]:
                 drafter=name,
                 drafter_options=options,
                 verifier=config.verifier.name,
-                verifier_options=dict(config.verifier.options),
+                verifier_options=OmegaConf.to_container(config.verifier.options, resolve=True),
                 **engine,
             )
             for size in config.batch_sizes:

@@ -18,6 +18,7 @@ from rich.table import Table
 from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.interfaces import FeatureSpec, Forward, Segment
 from specdec.provenance import provenance
@@ -62,15 +63,7 @@ def measure(config: Any) -> dict[str, Any]:
     """Run the prompts and return the shares of each stage of their decode steps."""
     if config.max_new_tokens < 2:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens}; allowed: at least 2, the first is prefill's")
-    engine = OmegaConf.to_container(config.engine, resolve=True) or {}
-    options = OmegaConf.to_container(config.drafter.options, resolve=True)
-    llm = LLM(
-        config.target.name,
-        dtype=config.target.dtype,
-        drafter=config.drafter.name,
-        drafter_options=options,
-        **engine,
-    )
+    llm = LLM(config.target.name, **llm_options(config))
     texts, _ = load_texts(config.prompts)
     prompts = encode(llm, texts, config.prompts.chat)
     how: dict[str, Any] = {"max_new_tokens": config.max_new_tokens, "ignore_eos": True}

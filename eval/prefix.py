@@ -17,6 +17,7 @@ from rich.table import Table
 from specdec import Engine
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts, long_prompt
 from specdec.provenance import provenance
 
@@ -32,13 +33,7 @@ def measure(config: Any) -> dict[str, Any]:
             f"repeats={config.repeats}, prefix_tokens={config.prefix_tokens}, suffix_tokens={config.suffix_tokens}; "
             "allowed: at least 1 each"
         )
-    options = OmegaConf.to_container(config.engine, resolve=True) or {}
-    options |= {
-        "drafter": config.drafter.name,
-        "drafter_options": OmegaConf.to_container(config.drafter.options, resolve=True),
-        "verifier": config.verifier.name,
-    }
-    engine = Engine(config.target.name, dtype=config.target.dtype, prefix_caching=True, **options)
+    engine = Engine(config.target.name, **{**llm_options(config), "prefix_caching": True})
     texts, _ = load_texts(config.prompts)
     prompts = encode(engine.llm, texts, config.prompts.chat)
     pairs = []

@@ -23,6 +23,7 @@ from rich.console import Console
 
 from specdec import Engine
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.load import Load, LoadConfig, Moment, Run
 from specdec.eval.outcomes import summarise
 from specdec.eval.prompts import encode, load_texts
@@ -123,14 +124,7 @@ def _memory(timeline: Sequence[Moment]) -> dict[str, int]:
 def measure(config: Any) -> dict[str, Any]:
     """Build the engine a config describes, load it and return what was measured."""
     load = LoadConfig(**OmegaConf.to_container(config.load, resolve=True))
-    engine = Engine(
-        config.target.name,
-        dtype=config.target.dtype,
-        drafter=config.drafter.name,
-        drafter_options=OmegaConf.to_container(config.drafter.options, resolve=True),
-        verifier=config.verifier.name,
-        **(OmegaConf.to_container(config.engine, resolve=True) or {}),
-    )
+    engine = Engine(config.target.name, **llm_options(config))
     texts, _ = load_texts(config.prompts)
     found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load)
     return {"config": OmegaConf.to_container(config, resolve=True), **found}

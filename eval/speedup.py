@@ -17,6 +17,7 @@ from rich.table import Table
 from specdec.api import LLM, measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.ratios import speedup
 from specdec.eval.timing import Sample, engine_variant, run_rotated, transformers_variant
@@ -33,9 +34,9 @@ def measure(config: Any) -> dict[str, Any]:
             f"repeats={config.repeats}, max_new_tokens={config.max_new_tokens}; allowed: repeats >= 1 and at least 2 "
             "tokens, the first of which is prefill's"
         )
-    engine = OmegaConf.to_container(config.engine, resolve=True) or {}
+    engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True) or {}
     base = LLM(config.target.name, dtype=config.target.dtype, drafter="none", **engine)
-    drafting = _drafting(config, base, config.drafter.name, config.drafter.options, {})
+    drafting = _drafting(config, base)
     texts, num_left_out = load_texts(config.prompts)
     prompts = encode(base, texts, config.prompts.chat)
     how = (config.max_new_tokens, config.temperature, config.seed)
@@ -45,7 +46,9 @@ def measure(config: Any) -> dict[str, Any]:
     for name, settings in config.beside.items():
         if name in variants:
             raise ConfigError(f"beside.{name}: this run measures {name} already")
-        variants[name] = engine_variant(_drafting(config, base, name, {}, settings or {}), *how)
+        variants[name] = engine_variant(
+            _drafting(config, base, drafter=name, drafter_options={}, **(settings or {})), *how
+        )
     if config.transformers:
         variants["transformers"] = transformers_variant(base.model, *how)
     with Progress(console=console, transient=True) as progress:
@@ -75,17 +78,9 @@ def measure(config: Any) -> dict[str, Any]:
     return result
 
 
-def _drafting(config: Any, base: LLM, drafter: str, options: Any, settings: Any) -> LLM:
-    """Return the same target with a drafter; `settings` of the engine go before the config's."""
-    return LLM(
-        base.model,
-        tokenizer=base.tokenizer,
-        drafter=drafter,
-        drafter_options=dict(options),
-        verifier=config.verifier.name,
-        verifier_options=dict(config.verifier.options),
-        **{**config.engine, **settings},
-    )
+def _drafting(config: Any, base: LLM, **own: Any) -> LLM:
+    """Return the same target with the config's drafter, or another one; `own` options go before the config's."""
+    return LLM(base.model, tokenizer=base.tokenizer, **{**llm_options(config), "dtype": None, **own})
 
 
 def _summary(samples: list[Sample]) -> dict[str, Any]:
