@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,8 +46,10 @@ class LoadConfig:
             "max_new_tokens": self.max_new_tokens,
         }
         for name, value in positive.items():
-            if value is not None and value <= 0:
-                raise ConfigError(f"{name}={value}; allowed: more than 0")
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(f"{name}={value}; allowed: a number over 0")
+        if not 0 <= self.temperature < math.inf:
+            raise ConfigError(f"temperature={self.temperature}; allowed: 0, which is greedy, or more")
         if not 0 <= self.abort_share <= 1:
             raise ConfigError(f"abort_share={self.abort_share}; allowed: 0 to 1, a share of the requests")
 
@@ -124,6 +127,7 @@ class Run:
     outcomes: list[Outcome]
     timeline: list[Moment]
     wall_s: float
+    most_kv: float  # largest share of the KV blocks that requests held between two steps
     num_checks: int  # of the KV cache's books, while idle and at the end
     fault: str | None  # the first thing that was wrong there
     is_interrupted: bool  # by Ctrl-C: what was under way was aborted
@@ -146,6 +150,7 @@ class Load:
         self._leaving: set[int] = set()  # live ones whose callers go away
         self._timeline = Timeline()
         self._process = psutil.Process()
+        self._most_kv = 0.0
         self._checked_s, self._num_checks = -_IDLE_CHECK_S, 0
         self._fault: str | None = None
 
@@ -160,8 +165,17 @@ class Load:
         finally:
             for request_id in list(self._live):  # whatever happened, the engine is left empty
                 self._abort(request_id)
+        wall_s = self._now()
         self._check()
-        return Run(self._outcomes, self._timeline.moments, self._now(), self._num_checks, self._fault, is_interrupted)
+        return Run(
+            self._outcomes,
+            self._timeline.moments,
+            wall_s,
+            self._most_kv,
+            self._num_checks,
+            self._fault,
+            is_interrupted,
+        )
 
     def _drive(self, arriving: Iterator[Arrival]) -> None:
         coming = next(arriving, None)
@@ -204,7 +218,7 @@ class Load:
             if piece.completion is not None:
                 del self._live[piece.index]
                 self._leaving.discard(piece.index)
-                outcome.finish(piece.completion.stats, self._start, piece.completion.finish_reason)
+                outcome.finish(piece.completion.stats, self._start, piece.completion.finish_reason, self._clock.now())
         for request_id in list(self._leaving):
             outcome, arrival = self._live[request_id]
             if outcome.num_tokens >= (arrival.abort_after_tokens or 0):
@@ -215,7 +229,7 @@ class Load:
         self._leaving.discard(request_id)
         done = self._engine.abort(request_id)
         if done is not None:
-            outcome.finish(done.stats, self._start, done.finish_reason)
+            outcome.finish(done.stats, self._start, done.finish_reason, self._clock.now())
 
     def _wait(self, until_s: float) -> None:
         now = self._now()
@@ -232,9 +246,10 @@ class Load:
             self._fault = self._fault or str(error) or "the KV cache's books are wrong"
 
     def _look(self) -> None:
-        at = self._now()
+        at, kv = self._now(), self._engine.kv_usage()
+        blocks = max(kv.get("num_blocks", 0), 1)
+        used, cached = kv.get("num_used", 0) / blocks, kv.get("num_cached", 0) / blocks
+        self._most_kv = max(self._most_kv, used)
         if self._timeline.is_due(at):
-            kv, rss = self._engine.kv_usage(), self._process.memory_info().rss
-            blocks = max(kv.get("num_blocks", 0), 1)
-            used, cached = kv.get("num_used", 0) / blocks, kv.get("num_cached", 0) / blocks
+            rss = self._process.memory_info().rss
             self._timeline.add(Moment(at, self._engine.num_running, self._engine.num_waiting, used, cached, rss))

@@ -27,15 +27,16 @@ class Outcome:
     ttft_s: float | None = None
     tpot_s: float | None = None
     total_s: float | None = None  # to the last token
+    waited_s: float | None = None  # to the end, or to when its caller went away
     num_tokens: int = 0
     gaps_s: Sequence[float] = ()  # between emissions
     stats: RequestStats | None = None  # without emissions
 
-    def finish(self, stats: RequestStats, start_s: float, reason: str) -> None:
-        """Take what the engine counted; `start_s`: its clock when the load began."""
+    def finish(self, stats: RequestStats, start_s: float, reason: str, now_s: float) -> None:
+        """Take what the engine counted; its clock showed `start_s` when the load began and shows `now_s`."""
         due = start_s + self.arrival_s
         times = [at for at, _ in stats.emissions]
-        self.finish_reason = reason
+        self.finish_reason, self.waited_s = reason, now_s - due
         self.num_tokens = sum(n for _, n in stats.emissions)
         self.queue_s = None if stats.admission_s is None else stats.admission_s - due
         if times:
@@ -53,8 +54,15 @@ class Outcome:
         """Tell whether it was answered to its end and in time. An answer of one token has no TPOT to miss."""
         if not self.is_complete or self.ttft_s is None:
             return False
-        in_time = slo_ttft_s is None or self.ttft_s <= slo_ttft_s
-        return in_time and (slo_tpot_s is None or self.tpot_s is None or self.tpot_s <= slo_tpot_s)
+        return not self.is_late(slo_ttft_s, slo_tpot_s)
+
+    def is_late(self, slo_ttft_s: float | None, slo_tpot_s: float | None) -> bool:
+        """Tell whether a limit was passed by the time it ended, whoever ended it."""
+        first = self.waited_s if self.ttft_s is None else self.ttft_s
+        return any(
+            limit is not None and spent is not None and spent > limit
+            for spent, limit in ((first, slo_ttft_s), (self.tpot_s, slo_tpot_s))
+        )
 
     def as_dict(self) -> dict[str, Any]:
         """Return it as JSON takes it."""
@@ -71,12 +79,12 @@ def goodput(
 ) -> dict[str, float | int | None]:
     """Return how many requests were answered within both limits: their number, share and rate.
 
-    Those that were refused, or failed, count as missed. Those whose callers went away are left out: nobody knows
-    whether they would have been in time.
+    Those that were refused, or failed, count as missed; so do those whose callers went away after a limit was passed.
+    Callers who went away before that are left out: nobody knows whether they would have been in time.
 
     Source: Zhong et al. 2024 (DistServe), arXiv 2401.09670, section 2: SLO attainment.
     """
-    judged = [o for o in outcomes if o.finish_reason != "abort"]
+    judged = [o for o in outcomes if o.finish_reason != "abort" or o.is_late(slo_ttft_s, slo_tpot_s)]
     good = sum(o.meets(slo_ttft_s, slo_tpot_s) for o in judged)
     return {
         "num_good": good,
@@ -91,7 +99,7 @@ def summarise(
 ) -> dict[str, Any]:
     """Return counts, percentiles, acceptance and goodput over the requests of a load.
 
-    Percentiles of times are over requests that were answered to their ends; the gaps are everybody's.
+    Queue time and TTFT are of all who got so far, gaps of everybody, and the rest of who was answered to the end.
     """
     complete = [o for o in outcomes if o.is_complete]
     whole = total(o.stats for o in outcomes if o.stats is not None)
@@ -106,8 +114,8 @@ def summarise(
         "num_failed": sum(o.finish_reason == "error" for o in outcomes),
         "num_refused": sum(refused.values()),
         "refused": refused,
-        "queue_s": percentiles(o.queue_s for o in complete),
-        "ttft_s": percentiles(o.ttft_s for o in complete),
+        "queue_s": percentiles(o.queue_s for o in outcomes),
+        "ttft_s": percentiles(o.ttft_s for o in outcomes),
         "tpot_s": percentiles(o.tpot_s for o in complete),
         "total_s": percentiles(o.total_s for o in complete),
         "itl_s": percentiles(gaps),

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
 from statistics import fmean
@@ -21,20 +22,20 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
-from specdec import Engine
+from specdec import Engine, InputError, OutOfCacheError, QueueFullError
 from specdec.eval.entry import run_and_write
 from specdec.eval.llm_options import llm_options
 from specdec.eval.load import Load, LoadConfig, Moment, Run
 from specdec.eval.outcomes import summarise
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.serve_plot import plot_serve
+from specdec.eval.serve_plot import check_plot_path, plot_serve
 from specdec.eval.serve_report import notes, tables
 from specdec.provenance import provenance
 from specdec.stats import EngineStats
 
 console = Console()
 _MOST_GAPS = 20_000  # in a result: evenly taken of all, for the picture
-_WARM_UP_TOKENS = 8
+_WARM_UP_TOKENS, _MOST_WARM_UP = 8, 16
 
 # The defaults stand in LoadConfig alone.
 ConfigStore.instance().store(group="load", name="default", node={f.name: f.default for f in fields(LoadConfig)})
@@ -53,7 +54,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) ->
         InputError: there are no prompts.
     """
     arriving = load.arriving(prompts)
-    _warm_up(engine, prompts[0])
+    _warm_up(engine, prompts)
     before = engine.metrics().engine
     run = Load(engine, load).run(arriving)
     stats = engine.metrics().engine
@@ -83,12 +84,17 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) ->
     }
 
 
-def _warm_up(engine: Engine, prompt: Sequence[int]) -> None:
-    """Let kernels be chosen and memory be taken before anything is timed."""
-    backwards = list(reversed(prompt))  # no prompt of the load begins like it
-    engine.add_request(backwards, max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
-    while engine.has_unfinished:
-        engine.step()
+def _warm_up(engine: Engine, prompts: Sequence[Sequence[int]]) -> None:
+    """Let kernels be chosen and memory be taken before anything is timed, with one request and with several."""
+    most = min(engine.llm.engine.config.max_batch_size, _MOST_WARM_UP)
+    for number in dict.fromkeys((1, most)):
+        for i in range(number):
+            # No prompt of the load begins like it.
+            backwards = list(reversed(prompts[i % len(prompts)]))
+            with suppress(QueueFullError, InputError, OutOfCacheError):  # the load will say so
+                engine.add_request(backwards, max_new_tokens=_WARM_UP_TOKENS, ignore_eos=True)
+        while engine.has_unfinished:
+            engine.step()
 
 
 def _phases(before: EngineStats, after: EngineStats) -> dict[str, dict[str, float | None]]:
@@ -108,7 +114,7 @@ def _phases(before: EngineStats, after: EngineStats) -> dict[str, dict[str, floa
 def _kv(run: Run, at_end: dict[str, float]) -> dict[str, Any]:
     used = [moment.kv_used for moment in run.timeline]
     return {
-        "most_used": max(used, default=None),
+        "most_used": run.most_kv,
         "mean_used": fmean(used) if used else None,
         "num_left": at_end.get("num_used", 0),  # blocks that somebody holds after everybody has gone: none
         "at_end": at_end,
@@ -124,6 +130,8 @@ def _memory(timeline: Sequence[Moment]) -> dict[str, int]:
 def measure(config: Any) -> dict[str, Any]:
     """Build the engine a config describes, load it and return what was measured."""
     load = LoadConfig(**OmegaConf.to_container(config.load, resolve=True))
+    if config.plot is not None:
+        check_plot_path(Path(config.plot))
     engine = Engine(config.target.name, **llm_options(config))
     texts, _ = load_texts(config.prompts)
     found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load)

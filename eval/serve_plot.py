@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from specdec.errors import InputError
+
 _INCHES = (11.0, 7.5)
+
+
+def check_plot_path(path: Path) -> Path:
+    """Return the path of a picture that can be written there, before the load has taken its time.
+
+    Raises:
+        InputError: it cannot, or does not end in .png.
+    """
+    if path.suffix.lower() != ".png" or path.is_dir():
+        raise InputError(f"plot {str(path)!r} is no file that ends in .png")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise InputError(f"plot {str(path)!r}: {str(path.parent)!r} is no folder that can be written to")
+    return path
 
 
 def plot_serve(result: dict[str, Any], path: Path) -> Path:
@@ -18,6 +34,9 @@ def plot_serve(result: dict[str, Any], path: Path) -> Path:
 
     Returns:
         The path.
+
+    Raises:
+        InputError: it cannot be written.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg  # half a second
     from matplotlib.figure import Figure
@@ -51,9 +70,13 @@ def plot_serve(result: dict[str, Any], path: Path) -> Path:
         if axes.get_legend_handles_labels()[0]:
             axes.legend(fontsize="small")
     half = path.with_name(f".{path.name}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(half, dpi=110, format="png")
-    half.replace(path)
+    try:
+        figure.savefig(half, dpi=110, format="png")
+        half.replace(path)
+    except OSError as error:
+        raise InputError(f"plot {str(path)!r} cannot be written: {error}") from error
+    finally:
+        half.unlink(missing_ok=True)
     return path
 
 

@@ -20,7 +20,7 @@ def notes(result: dict[str, Any]) -> Iterator[str]:
     """Yield the lines below the tables."""
     yield (
         "prefill sets TTFT, decode sets TPOT; times count from when a request was due; ITL: gaps between emissions of "
-        "one request, which may hold several tokens; percentiles of answered requests, ITL of all"
+        "one request, which may hold several tokens; queue, TTFT, ITL: all who got so far; the rest: answered ones"
     )
     if result["fault"]:
         yield f"THE KV CACHE'S BOOKS ARE WRONG: {result['fault']}"

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from specdec.cli import completion
 from specdec.cli import options as given_as
 from specdec.cli.console import INTERRUPTED, REFUSED, ending_with_a_status, output, say, write_json
 from specdec.cli.loading import is_local, quiet_transformers
 from specdec.cli.progress import LogView
 from specdec.cli.prompts import Prompt, read_prompts
-from specdec.errors import ConfigError, InputError
+from specdec.errors import InputError
+from specdec.models.byte_size import num_bytes_of
 
 if TYPE_CHECKING:
     from specdec.serving.engine import Engine
 
 _LOAD, _ENGINE, _REPORT = "Load", "Engine", "Report"
-_UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
 PROMPTS = (
     "Explain in three sentences why the sky is blue.",
     "Write a short, polite email asking a colleague to review a report by Friday.",
@@ -117,6 +117,16 @@ def serve_command(
         str | None,
         typer.Option(metavar="SIZE", help="Of the KV cache: 512MiB.", show_default="no bound", rich_help_panel=_ENGINE),
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How keys and values are stored: int8 or int4.",
+            show_default="as computed",
+            autocompletion=completion.quantised_kv,
+            rich_help_panel=_ENGINE,
+        ),
+    ] = None,
     prefix_caching: Annotated[
         bool,
         typer.Option("--prefix-caching", help="Keep KV for prompts that begin alike.", rich_help_panel=_ENGINE),
@@ -164,7 +174,8 @@ def serve_command(
             max_waiting=max_waiting,
             prefill_chunk_tokens=prefill_chunk_tokens,
             max_step_tokens=max_step_tokens,
-            kv_memory_bytes=None if kv_memory is None else parse_bytes(kv_memory),
+            kv_memory_bytes=num_bytes_of("--kv-memory", kv_memory),
+            kv_dtype=kv_dtype,
             prefix_caching=prefix_caching,
         )
         prompts = [Prompt(text) for text in PROMPTS] if prompts_file is None else read_prompts(None, prompts_file)
@@ -185,20 +196,22 @@ def _serve(
     with view.doing(f"loading {model} with drafter {engine_options['drafter']}", spin=is_local(model)):
         from specdec.eval.load import LoadConfig
         from specdec.eval.serve import serve, show
-        from specdec.eval.serve_plot import plot_serve
+        from specdec.eval.serve_plot import check_plot_path, plot_serve
         from specdec.serving.engine import Engine
 
         load = LoadConfig(**given)
+        if plot is not None:
+            check_plot_path(plot)
         engine = Engine(model, **engine_options)
     ids = _encoded(engine, prompts, raw)
     with view.doing(f"{load.arrivals} load, {load.rate:g} requests/s", spin=False):
         result = serve(engine, ids, load)
-    if plot is not None:
-        say(f"drawn to {plot_serve(result, plot)}")
     if as_json:
         write_json(result)
     else:
         show(result, output())
+    if plot is not None:  # after the figures, which must not be lost to a full disk
+        say(f"drawn to {plot_serve(result, plot)}")
     if result["is_interrupted"]:
         raise typer.Exit(INTERRUPTED)
     if result["fault"] is not None:
@@ -209,16 +222,3 @@ def _encoded(engine: Engine, prompts: Sequence[Prompt], raw: bool) -> list[list[
     if engine.llm.tokenizer is None:
         raise InputError("the model came without a tokenizer, so there are no prompts; use specdec.Engine")
     return [prompt.token_ids(engine.llm, raw) for prompt in prompts]
-
-
-def parse_bytes(text: str) -> int:
-    """Return the bytes of a size such as "512MiB", "2GB" or "1000000".
-
-    Raises:
-        ConfigError: it is none.
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[KMG]I?)B?", text.strip().upper())
-    size = int(float(found[1]) * _UNITS[found[2]]) if found else 0
-    if size < 1:
-        raise ConfigError(f"{text!r} is no size; allowed: a number with B, KB, MB, GB, KiB, MiB or GiB, such as 512MiB")
-    return size

@@ -11,10 +11,11 @@ from specdec.planner.device import device_names
 from specdec.planner.names import KV_BYTES, WEIGHT_BYTES
 from specdec.registry import DRAFTERS, VERIFIERS
 
-# Also in modules that import torch (`specdec.draft_length`, `specdec.train.jobs`, `specdec.models.dtypes`); tests
-# compare them.
+# Also in modules that import torch (`specdec.draft_length`, `specdec.train.jobs`, `specdec.models.dtypes`,
+# `specdec.kv.codecs`); tests compare them.
 DRAFT_LENGTHS = ("static", "confidence", "cost_aware")
 TRAIN_METHODS = ("eagle3", "medusa", "draft_model")
+QUANTISED_KV = ("int4", "int8")
 DTYPES = ("auto", "bf16", "bfloat16", "float16", "float32", "float64", "fp16", "fp32", "fp64")
 
 
@@ -51,6 +52,11 @@ def planned_dtypes(incomplete: str) -> list[str]:
 def kv_dtypes(incomplete: str) -> list[str]:
     """Return the types of keys and values that `specdec plan` takes whose names `incomplete` begins."""
     return _beginning(incomplete, ("auto", *KV_BYTES))
+
+
+def quantised_kv(incomplete: str) -> list[str]:
+    """Return the ways to store keys and values in fewer bits whose names `incomplete` begins."""
+    return _beginning(incomplete, QUANTISED_KV)
 
 
 def train_methods(incomplete: str) -> list[str]:

@@ -7,7 +7,8 @@ from typing import Any
 
 from specdec.errors import ConfigError
 
-_UNITS = {"": 1, "B": 1} | {f"{p}{b}B": u**i for b, u in (("", 1000), ("i", 1024)) for i, p in enumerate("KMGT", 1)}
+_PREFIXES = {f"{p}{b}": u**i for b, u in (("", 1000), ("i", 1024)) for i, p in enumerate("KMGT", 1)}
+_UNITS = {"": 1, "B": 1} | {prefix + b: size for prefix, size in _PREFIXES.items() for b in ("B", "")}
 _FORM = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*")
 
 

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from specdec import ConfigError
-from specdec.cli.bench import parse_bytes, serve_command
+from specdec.cli.bench import serve_command
 from specdec.engine import EngineConfig
 from specdec.eval.load import LoadConfig
 from specdec.serving.engine import MAX_WAITING
@@ -33,7 +32,18 @@ def test_tables_and_plot(model: str, tmp_path: Path) -> None:
 def test_json_and_prompts(model: str, tmp_path: Path) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('one two one two\n{"prompt": "three"}\n{"messages": [{"role": "user", "content": "four"}]}\n')
-    options = ("--prompts-file", str(prompts), "--seed", "3", "--abort-share", "0.5", "--kv-memory", "1MiB")
+    options = (
+        "--prompts-file",
+        str(prompts),
+        "--seed",
+        "3",
+        "--abort-share",
+        "0.5",
+        "--kv-memory",
+        "1MiB",
+        "--kv-dtype",
+        "int8",
+    )
     options += ("--prefix-caching", "--prefill-chunk-tokens", "8", "--max-batch-size", "2", "--slo-ttft", "9")
     found = as_json(run("bench", "serve", "--model", model, *QUICK, *options, "--json"))
     assert found["load"]["seed"] == 3
@@ -46,10 +56,30 @@ def test_json_and_prompts(model: str, tmp_path: Path) -> None:
 
 
 def test_bad_input(model: str) -> None:
-    assert "is no size" in refused(run("bench", "serve", "--model", model, "--kv-memory", "lots"))
+    assert "--kv-memory='lots'" in refused(run("bench", "serve", "--model", model, "--kv-memory", "lots"))
+    assert "kv_dtype='int3'" in refused(run("bench", "serve", "--model", model, "--kv-dtype", "int3"))
     assert "did you mean 'burst'" in refused(run("bench", "serve", "--model", model, "--arrivals", "bursts"))
     assert "rate=0" in refused(run("bench", "serve", "--model", model, "--rate", "0"))
     assert "did you mean 'smollm2'" in refused(run("bench", "serve", "--model", "smolm2"))
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "complaint"),
+    [
+        ("--rate", "nan", "rate=nan; allowed: a number over 0"),
+        ("--rate", "inf", "rate=inf"),
+        ("--duration", "nan", "duration_s=nan"),
+        ("--slo-ttft", "nan", "slo_ttft_s=nan"),
+        ("--temperature", "nan", "temperature=nan; allowed: 0"),
+        ("--abort-share", "nan", "abort_share=nan"),
+        ("--plot", "/", "no file that ends in .png"),
+        ("--plot", "/nowhere/plot.png", "'/nowhere' is no folder that can be written to"),
+        ("--plot", "plot.svg", "no file that ends in .png"),
+    ],
+)
+def test_nothing_runs_on_bad_numbers_and_paths(option: str, value: str, complaint: str) -> None:
+    """Not even the model is loaded: a load of half an hour must not end in an error that could be seen before."""
+    assert complaint in refused(run("bench", "serve", "--model", "gone", option, value))
 
 
 def test_help_says_the_defaults() -> None:
@@ -64,20 +94,6 @@ def test_help_says_the_defaults() -> None:
         assert shown[name] == f"{defaults[name]:g}", name
     for name in ("slo_ttft", "slo_tpot", "prefill_chunk_tokens", "arrivals"):
         assert shown[name] == (defaults[name] if name == "arrivals" else f"{defaults[name]:g}"), name
-
-
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [("1000", 1000), ("512MiB", 2**29), ("2 GB", 2 * 10**9), ("1.5KiB", 1536), ("10k", 10_000), ("7b", 7)],
-)
-def test_sizes(text: str, size: int) -> None:
-    assert parse_bytes(text) == size
-
-
-@pytest.mark.parametrize("text", ["", "0", "-1MiB", "MiB", "1TiBB", "1e9"])
-def test_no_sizes(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size"):
-        parse_bytes(text)
 
 
 def test_result_has_no_infinite_numbers(model: str) -> None:

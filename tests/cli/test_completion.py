@@ -15,6 +15,7 @@ from specdec.cli import completion
 from specdec.cli.options import DEFAULTS
 from specdec.draft_length import DRAFT_LENGTHS
 from specdec.engine import EngineConfig
+from specdec.kv.codecs import LARGEST
 from specdec.models import dtypes
 from specdec.registry import DRAFTERS, VERIFIERS
 
@@ -44,6 +45,7 @@ def test_names_are_the_registries() -> None:
     assert completion.drafters("") == DRAFTERS.names()
     assert completion.verifiers("") == ["auto", *VERIFIERS.names()]
     assert completion.DRAFT_LENGTHS == DRAFT_LENGTHS
+    assert sorted(LARGEST) == sorted(completion.QUANTISED_KV)
     assert set(completion.DTYPES) == set(dtypes._NAMES)
 
 

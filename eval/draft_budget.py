@@ -1,0 +1,162 @@
+"""What drafting is worth as the batch grows: real drafters, static and cost-aware, against no drafting.
+
+python -m specdec.eval.draft_budget
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import hydra
+from omegaconf import DictConfig, OmegaConf
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+from specdec.api import LLM, Completion
+from specdec.errors import ConfigError
+from specdec.eval.entry import run_and_write
+from specdec.eval.llm_options import llm_options
+from specdec.eval.prompts import encode, load_texts
+from specdec.eval.ratios import speedup
+from specdec.eval.timing import Sample
+from specdec.provenance import provenance
+from specdec.stats import total
+
+console = Console()
+POLICIES = ("static", "cost_aware")
+NONE, AGAIN = "none", "none again"  # twice: what the machine makes of two equal runs is the noise
+_HEAD = ("drafter", "batch", "policy", "over none", "none again", "drafts/step", "accepted", "ids of none")
+
+Row = dict[str, Any]
+
+
+def measure(config: Any) -> Row:
+    """Time every drafter and policy at every batch size against the same engine without drafting.
+
+    Raises:
+        ConfigError: there is nothing to run.
+    """
+    if config.rounds < 1 or config.max_new_tokens < 2 or any(size < 1 for size in config.batch_sizes):
+        raise ConfigError(
+            f"rounds={config.rounds}, max_new_tokens={config.max_new_tokens}, batch_sizes={list(config.batch_sizes)}; "
+            "allowed: at least 1 round, 2 tokens, the first of which is prefill's, and batches of at least 1"
+        )
+    options = llm_options(config)
+    none = LLM(config.target.name, drafter="none", **options)
+    texts, _ = load_texts(config.prompts)
+    prompts = encode(none, texts, config.prompts.chat)
+    shared = {**options, "tokenizer": none.tokenizer}
+    rows: list[Row] = []
+    with Progress(console=console, transient=True) as progress:
+        bar = progress.add_task("batches", total=len(config.drafters) * len(config.batch_sizes))
+        for drafter in config.drafters:
+            # One engine for all sizes, as in a service: what a policy has learned at one load it brings to the next.
+            llms = {p: LLM(none.model, **{**shared, "drafter": drafter, "draft_length": p}) for p in POLICIES}
+            for size in config.batch_sizes:
+                batch = [prompts[i % len(prompts)] for i in range(size)]
+                rows += _cell(drafter, {NONE: none, AGAIN: none, **llms}, batch, config)
+                progress.advance(bar)
+    return {"config": OmegaConf.to_container(config, resolve=True), "provenance": provenance(), "rows": rows}
+
+
+def _cell(drafter: str, llms: dict[str, LLM], batch: Sequence[list[int]], config: Any) -> list[Row]:
+    """Return a row per policy at one batch size."""
+    names = list(llms)
+    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    answers: dict[str, list[Completion]] = {}
+    for number in range(-1, config.rounds):  # the first is a warm-up
+        turn = number % len(names)
+        for name in [*names[turn:], *names[:turn]]:
+            sample, answers[name] = _run(llms[name], batch, number, config.max_new_tokens)
+            if number >= 0:
+                samples[name].append(sample)
+    plain = samples[NONE] + samples[AGAIN]
+    noise = asdict(speedup(samples[NONE], samples[AGAIN], lambda s: s.decode_s))
+    rows = []
+    for policy in POLICIES:
+        stats = total(done.stats for done in answers[policy])
+        rows.append(
+            {
+                "drafter": drafter,
+                "batch_size": len(batch),
+                "policy": policy,
+                "ratio": asdict(speedup(plain, samples[policy] * 2, lambda s: s.decode_s)),
+                "noise": noise,
+                "drafts_per_step": stats.num_draft_tokens / stats.num_steps,
+                "acceptance_rate": stats.acceptance_rate,
+                "num_equal": sum(
+                    a.token_ids == b.token_ids for a, b in zip(answers[NONE], answers[policy], strict=True)
+                ),
+                "seconds": [sample.decode_s for sample in samples[policy]],
+                "none_seconds": [sample.decode_s for sample in samples[NONE]],
+            }
+        )
+    return rows
+
+
+def _run(llm: LLM, batch: Sequence[list[int]], number: int, max_new_tokens: int) -> tuple[Sample, list[Completion]]:
+    """Return one run of a batch; its decode time is from the last request's first token to the last token of all."""
+    start = time.perf_counter()
+    done = llm.generate(list(batch), max_new_tokens=max_new_tokens, ignore_eos=True)
+    spent = time.perf_counter() - start
+    emissions = [completion.stats.emissions for completion in done]
+    decode = max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
+    return Sample(number, 0, sum(len(completion.token_ids) for completion in done), 0.0, decode, spent), done
+
+
+def lines(result: Row) -> list[list[str]]:
+    """Return the table of a result, its head first."""
+    found = [list(_HEAD)]
+    for row in result["rows"]:
+        accepted = "-" if row["acceptance_rate"] is None else f"{row['acceptance_rate']:.2f}"
+        found.append(
+            [
+                row["drafter"],
+                str(row["batch_size"]),
+                row["policy"],
+                _interval(row["ratio"]),
+                f"{row['noise']['median']:.2f}",
+                f"{row['drafts_per_step']:.2f}",
+                accepted,
+                f"{row['num_equal']}/{row['batch_size']}",
+            ]
+        )
+    return found
+
+
+def _interval(ratio: Row) -> str:
+    return f"{ratio['median']:.2f} [{min(ratio['per_prompt']):.2f}, {max(ratio['per_prompt']):.2f}]"
+
+
+def show(result: Row) -> None:
+    """Print the table."""
+    head, *rows = lines(result)
+    table = Table(title="decoding speed over no drafting, by requests that share the steps")
+    for column in head:
+        table.add_column(column, justify="left" if column in ("drafter", "policy") else "right")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+    console.print("medians of rounds [lowest, highest]", style="dim", markup=False)
+
+
+def markdown(result: Row) -> str:
+    """Return the same for the docs."""
+    head, *rows = lines(result)
+    return (
+        "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(r)} |" for r in rows)]) + "\n"
+    )
+
+
+@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_budget")
+def main(config: DictConfig) -> None:
+    """Measure, print and write."""
+    run_and_write(config, "draft_budget", measure, show, markdown)
+
+
+if __name__ == "__main__":
+    main()
