@@ -95,8 +95,8 @@ class Moment:
     at_s: float
     num_running: int
     num_waiting: int
-    kv_used: float  # share of the KV blocks that requests hold, of what the limit allows or else is allocated
-    kv_cached: float  # share that is kept for prompts which begin alike
+    kv_used: int  # KV blocks that requests hold
+    kv_cached: int  # and those that are only kept for prompts which begin alike
     rss_bytes: int
 
 
@@ -127,7 +127,7 @@ class Run:
     outcomes: list[Outcome]
     timeline: list[Moment]
     wall_s: float
-    most_kv: float  # largest share of the KV blocks that requests held between two steps
+    most_kv: int  # most KV blocks that requests held between two steps
     num_checks: int  # of the KV cache's books, while idle and at the end
     fault: str | None  # the first thing that was wrong there
     is_interrupted: bool  # by Ctrl-C: what was under way was aborted
@@ -150,7 +150,7 @@ class Load:
         self._leaving: set[int] = set()  # live ones whose callers go away
         self._timeline = Timeline()
         self._process = psutil.Process()
-        self._most_kv = 0.0
+        self._most_kv = 0
         self._checked_s, self._num_checks = -_IDLE_CHECK_S, 0
         self._fault: str | None = None
 
@@ -247,8 +247,7 @@ class Load:
 
     def _look(self) -> None:
         at, kv = self._now(), self._engine.kv_usage()
-        blocks = max(kv.get("num_blocks", 0), 1)
-        used, cached = kv.get("num_used", 0) / blocks, kv.get("num_cached", 0) / blocks
+        used, cached = int(kv["num_used"]), int(kv["num_cached"])
         self._most_kv = max(self._most_kv, used)
         if self._timeline.is_due(at):
             rss = self._process.memory_info().rss

@@ -9,7 +9,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -41,13 +41,21 @@ _WARM_UP_TOKENS, _MOST_WARM_UP = 8, 16
 ConfigStore.instance().store(group="load", name="default", node={f.name: f.default for f in fields(LoadConfig)})
 
 
-def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) -> dict[str, Any]:
+def serve(
+    engine: Engine,
+    prompts: Sequence[Sequence[int]],
+    load: LoadConfig,
+    model: str = "",
+    settings: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
     """Run a load on an engine that has nothing else to do and return everything that was measured.
 
     Args:
         engine: with at most `max_waiting` requests in its queue; more are refused and counted.
         prompts: token ids of each.
         load: what is asked.
+        model: the model's name, for the record.
+        settings: what the engine was built with, for the record.
 
     Raises:
         ConfigError: a burst has no number of requests.
@@ -64,7 +72,8 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) ->
     core = engine.llm.engine
     return {
         "provenance": provenance(),
-        "model": str(getattr(engine.llm.model.config, "name_or_path", "") or type(engine.llm.model).__name__),
+        "model": model,
+        "settings": dict(settings or {}),
         "drafter": core.drafter.name,
         "lossless": core.verifiers.sampled.lossless,
         "engine": asdict(core.config),
@@ -76,7 +85,7 @@ def serve(engine: Engine, prompts: Sequence[Sequence[int]], load: LoadConfig) ->
         "phases": _phases(before, stats),
         "num_steps": stats.num_steps - before.num_steps,
         **summary,
-        "kv": _kv(run, engine.kv_usage()),
+        "kv": _kv(engine, run),
         "rss_bytes": _memory(run.timeline),
         "timeline": [asdict(moment) for moment in run.timeline],
         "gaps_s": gaps[:: len(gaps) // _MOST_GAPS + 1],
@@ -111,12 +120,15 @@ def _phases(before: EngineStats, after: EngineStats) -> dict[str, dict[str, floa
     return found
 
 
-def _kv(run: Run, at_end: dict[str, float]) -> dict[str, Any]:
-    used = [moment.kv_used for moment in run.timeline]
+def _kv(engine: Engine, run: Run) -> dict[str, Any]:
+    """Return what requests held of the KV cache, in blocks between steps, and how many blocks there may be."""
+    cache, at_end = engine.llm.engine.target.cache, engine.kv_usage()
     return {
+        "block_tokens": cache.block_tokens,
+        "most_blocks": int(at_end["num_blocks"]) if cache.max_bytes is not None else None,  # None: no limit
         "most_used": run.most_kv,
-        "mean_used": fmean(used) if used else None,
-        "num_left": at_end.get("num_used", 0),  # blocks that somebody holds after everybody has gone: none
+        "mean_used": fmean(moment.kv_used for moment in run.timeline) if run.timeline else None,
+        "num_left": at_end["num_used"],  # blocks that somebody holds after everybody has gone: none
         "at_end": at_end,
     }
 
@@ -132,9 +144,10 @@ def measure(config: Any) -> dict[str, Any]:
     load = LoadConfig(**OmegaConf.to_container(config.load, resolve=True))
     if config.plot is not None:
         check_plot_path(Path(config.plot))
-    engine = Engine(config.target.name, **llm_options(config))
+    options = llm_options(config)
+    engine = Engine(config.target.name, **options)
     texts, _ = load_texts(config.prompts)
-    found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load)
+    found = serve(engine, encode(engine.llm, texts, config.prompts.chat), load, config.target.name, options)
     return {"config": OmegaConf.to_container(config, resolve=True), **found}
 
 

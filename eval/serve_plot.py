@@ -57,11 +57,14 @@ def plot_serve(result: dict[str, Any], path: Path) -> Path:
     requests.step(at, [m["num_waiting"] for m in moments], where="post", label="waiting")
     requests.set_ylabel("requests")
     requests.set_ylim(bottom=0)
-    used = [100 * m["kv_used"] for m in moments]
-    cached = [100 * m["kv_cached"] for m in moments]
+    size, limit = result["kv"]["block_tokens"], result["kv"]["most_blocks"]
+    used = [size * m["kv_used"] for m in moments]
+    cached = [size * m["kv_cached"] for m in moments]
     kv.stackplot(at, used, cached, labels=["held by requests", "kept for prefixes"], alpha=0.7, step="post")
-    kv.set_ylabel("KV blocks, %")
-    kv.set_ylim(0, 100)
+    kv.set_ylabel("KV cache, tokens")
+    if limit:
+        kv.axhline(limit * size, color="tab:red", linewidth=1, label="all there is room for")
+    kv.set_ylim(bottom=0)
     for axes in (requests, kv):
         axes.set_xlabel("seconds")
         axes.set_xlim(left=0)

@@ -67,14 +67,23 @@ def _requests(result: dict[str, Any]) -> Table:
         table.add_row("drafter errors", _count(result["num_drafter_errors"]), "after each a request went on without")
     table.add_row("preemptions", _count(result["num_preemptions"]), "KV given up for others, computed again")
     table.add_row("prefix hits", _count(result["num_cached_tokens"]), "prompt tokens not computed")
-    peak = f"of the KV blocks at most, {_share(kv['mean_used'])} on average, {kv['num_left']:g} left at the end"
-    table.add_row("KV occupancy", _share(kv["most_used"]), peak)
+    table.add_row("KV occupancy", *_occupancy(kv))
     way = " -> ".join(f"{rss[name] / _MIB:,.0f}" for name in ("start", "middle", "end"))
     later = f"{(rss['end'] - rss['middle']) / _MIB:+,.0f} MiB"
     table.add_row("memory", later, f"in the second half; the process: {way} MiB")
     checks = "WRONG" if result["fault"] else "clean"
     table.add_row("KV integrity", checks, f"checked {result['num_checks']} times, while idle and at the end")
     return table
+
+
+def _occupancy(kv: dict[str, Any]) -> tuple[str, str]:
+    """Return the most that requests held, as a share of the limit or, where there is none, in tokens; and the rest."""
+    size, limit = kv["block_tokens"], kv["most_blocks"]
+    mean, left = kv["mean_used"] or 0.0, f"{kv['num_left']:g} blocks left at the end"
+    if limit:
+        tokens = f"of room for {limit * size:,} tokens, {_share(mean / limit)} on average"
+        return _share(kv["most_used"] / limit), f"{tokens}; {left}"
+    return _count(kv["most_used"] * size), f"tokens at most, {mean * size:,.0f} on average; {left}"
 
 
 def _table(title: str | None, header: bool = True) -> Table:

@@ -204,8 +204,10 @@ def _serve(
             check_plot_path(plot)
         engine = Engine(model, **engine_options)
     ids = _encoded(engine, prompts, raw)
-    with view.doing(f"{load.arrivals} load, {load.rate:g} requests/s", spin=False):
-        result = serve(engine, ids, load)
+    with view.doing(
+        "all at once" if load.arrivals == "burst" else f"{load.arrivals} load, {load.rate:g} requests/s", spin=False
+    ):
+        result = serve(engine, ids, load, model, engine_options)
     if as_json:
         write_json(result)
     else:

@@ -52,6 +52,7 @@ def test_json_and_prompts(model: str, tmp_path: Path) -> None:
     assert found["engine"]["max_waiting"] == MAX_WAITING
     assert found["num_arrived"] == 6
     assert found["num_aborted"] > 0
+    assert found["settings"]["kv_dtype"] == "int8"
     assert "git_sha" in found["provenance"]
 
 

@@ -276,7 +276,9 @@ def test_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     begun = sum(r["num_tokens"] > 0 for r in requests)
     assert phases["decode"]["num_tokens"] == emitted - begun  # a first token is prefill's
     assert 30 - result["num_aborted"] <= result["goodput"]["num_judged"] <= 30
-    assert 0 < result["kv"]["most_used"] <= 1
+    assert 0 < result["kv"]["most_used"] <= result["kv"]["most_blocks"]
+    assert result["settings"]["kv_memory_bytes"] == 400000
+    assert result["model"] == str(tiny)
     shown = Console(record=True, width=80, file=(tmp_path / "shown").open("w"))
     assert serving.show(result, shown)
     text = shown.export_text()
