@@ -1,10 +1,13 @@
 """The planner's floors against what the engine does on this machine.
 
-python -m specdec.eval.plan_check
+    python -m specdec.eval.plan_check
+
+Exit code 0 = measured, 2 = bad input; how near the floors are is for the reader of the table.
 """
 
 from __future__ import annotations
 
+import shlex
 from itertools import product
 from statistics import median
 from typing import Any
@@ -35,8 +38,15 @@ def measure(config: Any) -> dict[str, Any]:
     """Run every batch and prompt length with every drafter, and plan the same.
 
     Raises:
-        ConfigError: too few tokens to time, or "none", which speedups are over, is not the first drafter.
+        ConfigError: nothing or too few tokens to time, or "none", which speedups are over, is not the first drafter.
     """
+    for name, values in (
+        ("repeats", [config.repeats]),
+        ("batches", config.batches),
+        ("prompt_tokens", config.prompt_tokens),
+    ):
+        if not values or not all(isinstance(n, int) and n >= 1 for n in values):
+            raise ConfigError(f"{name}={config[name]}; allowed: integers >= 1, one at least")
     if config.max_new_tokens < 8:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens}; allowed: at least 8, or there is little to time")
     if not config.drafters or config.drafters[0] != "none":
@@ -105,10 +115,10 @@ def _planned(
     plan = make_plan(model, device, load)
     choice = plan.speculation.at(batch, 0 if name == "none" else min(drafts, plan.speculation.most))
     return {
-        "ttft_floor_s": plan.ttft_floor_s * batch,
+        "ttft_floor_s": plan.last_ttft_floor_s,
         "tpot_floor_s": choice.tpot_s,
         "planned_speedup": choice.speedup,
-        "acceptance": load.acceptance,
+        "acceptance": plan.speculation.acceptance,
     }
 
 
@@ -123,11 +133,7 @@ def _acceptance(length: float, drafts: int) -> float:
 
 def show(result: dict[str, Any]) -> None:
     """Print the table of a result."""
-    (rate,) = result["flops_per_s"].values()
-    console.print(
-        f"{result['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read, {rate / 1e9:.0f} GFLOP/s in square products",
-        highlight=False,
-    )
+    console.print(_machine(result), highlight=False)
     table = Table(box=None, pad_edge=False)
     for column in _COLUMNS:
         table.add_column(column, justify="left" if column == "drafter" else "right", no_wrap=column == "drafter")
@@ -137,9 +143,25 @@ def show(result: dict[str, Any]) -> None:
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """Return the table for docs/planner.md."""
+    """Return what docs/planner.md has of a run: its command, what the machine does per second, and the table."""
     lines = [" | ".join(_COLUMNS), " | ".join(["---"] * len(_COLUMNS)), *(" | ".join(row) for row in _cells(result))]
-    return "".join(f"| {line} |\n" for line in lines)
+    table = "".join(f"| {line} |\n" for line in lines)
+    return f"```bash\n{_command(result)}\n```\n\n{_machine(result)}:\n\n{table}"
+
+
+def _command(result: dict[str, Any]) -> str:
+    """Return the command that ran, but for where it wrote to."""
+    overrides = [word for word in result["provenance"]["argv"][1:] if not word.startswith("output=")]
+    return shlex.join(["python", "-m", "specdec.eval.plan_check", *overrides])
+
+
+def _machine(result: dict[str, Any]) -> str:
+    ((dtype, rate),) = result["flops_per_s"].items()
+    where = result["provenance"]
+    return (
+        f"{result['bandwidth_bytes_per_s'] / 1e9:.1f} GB/s read and {rate / 1e9:,.0f} GFLOP/s of square products in "
+        f"{dtype}, as measured in the same run on {where['gpu'] or where['cpu']} ({where['num_threads']} threads)"
+    )
 
 
 def _cells(result: dict[str, Any]) -> list[list[str]]:

@@ -14,7 +14,7 @@ from specdec.cli.progress import LogView
 from specdec.errors import ConfigError
 from specdec.planner import Device, PlannedModel, Workload, custom_device, find_device, make_plan, read_model
 from specdec.planner.device import THIS
-from specdec.planner.plan import choose_dtype
+from specdec.planner.plan import DEFAULT_ACCEPTANCE, choose_dtype
 
 _DEVICE, _LOAD, _DRAFTING = "Device", "Load", "Drafting"
 _DEFAULTS = Workload()
@@ -98,19 +98,21 @@ def plan_command(
     drafter: Annotated[
         str,
         typer.Option(
-            help="A name, see `specdec list`; a model that drafts (directory, config.json or hub id); with "
-            "--cost-ratio any name.",
+            help="A name, see `specdec list`; a trained head or a model that drafts (directory, config.json or hub "
+            "id); with --cost-ratio also a drafter of your own.",
             autocompletion=completion.drafters,
             rich_help_panel=_DRAFTING,
         ),
     ] = _DEFAULTS.drafter,
     drafter_option: given_as.DrafterOption = None,
     acceptance: Annotated[
-        float,
+        float | None,
         typer.Option(
-            help="Probability that a draft token is accepted if those before it were.", rich_help_panel=_DRAFTING
+            help="Probability that a draft token is accepted if those before it were.",
+            show_default=f"{DEFAULT_ACCEPTANCE}, a guess",
+            rich_help_panel=_DRAFTING,
         ),
-    ] = _DEFAULTS.acceptance,
+    ] = None,
     cost_ratio: Annotated[
         float | None,
         typer.Option(
@@ -126,8 +128,9 @@ def plan_command(
     Reads configs only. Times are floors: what the device's bandwidth and arithmetic allow, not what software reaches.
     """
     with ending_with_a_status(), LogView() as view:
-        with view.doing(f"reading {model}", spin=False):
-            planned = read_model(model)
+        if not model.strip():
+            raise ConfigError("the model has no name; give a built-in name, a hub id, a directory or a config.json")
+        planned = read_model(model)
         load = Workload(
             batch=batch,
             context=_context(context, planned),
@@ -167,15 +170,14 @@ def _device(name: str | None, own: dict[str, Any], model: PlannedModel, dtype: s
             )
         kind = choose_dtype(dtype, model, None) if dtype != "auto" else model.dtype or "fp16"
         return custom_device(kind, **own)
-    base = _measured(model, dtype, view) if (name or THIS).strip().lower() == THIS else find_device(name or THIS)
+    name = THIS if name is None else name
+    base = _measured(model, dtype, view) if name.strip().lower() == THIS else find_device(name)
     if not own:
         return base
     kind = choose_dtype(dtype, model, base)
-    known = {
-        "memory_gb": base.memory_bytes / 1e9,
-        "bandwidth_gb_per_s": base.bandwidth_bytes_per_s / 1e9,
-        "tflops": base.flops_per_s.get(kind, 0.0) / 1e12,
-    }
+    known = {"memory_gb": base.memory_bytes / 1e9, "bandwidth_gb_per_s": base.bandwidth_bytes_per_s / 1e9}
+    if "tflops" not in own:
+        known["tflops"] = base.rate(kind) / 1e12
     return custom_device(kind, **{**known, **own}, base=base)
 
 

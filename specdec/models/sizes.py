@@ -8,7 +8,10 @@ from typing import Any
 
 import torch
 
+from specdec.errors import UnsupportedModelError
+from specdec.models.config_fields import config_of, text_fields
 from specdec.models.int8_copy import linear_share
+from specdec.models.kv_shape import kv_shape
 from specdec.models.pretrained import quiet
 
 
@@ -33,17 +36,25 @@ def weight_sizes(config: Any, model_class: Any, dtype: torch.dtype) -> WeightSiz
 def named_parameters(fields: dict[str, Any]) -> list[tuple[str, int]]:
     """Return (name, number of weights) of the parameters of the causal LM of a config.json, tied ones once.
 
+    Of a model with several parts the text part is built, unless transformers has it only inside of the whole.
+
     Raises:
+        UnsupportedModelError: it keeps a state beside keys and values.
         Exception: whatever transformers and the model's code raise.
     """
-    from transformers import AutoConfig
-
     from specdec.models.described import describe
 
-    config = AutoConfig.for_model(**fields)
-    found = describe(config)
+    config = config_of(fields)
+    text = config.get_text_config()
+    if fields.get("tie_word_embeddings") is not None and "tie_word_embeddings" not in (fields.get("text_config") or {}):
+        text.tie_word_embeddings = fields["tie_word_embeddings"]
+    found = describe(text)
+    if found.model_class is None:
+        found = describe(config)
     if found.model_class is None:
         raise ValueError(f"transformers has no causal language model for {found.architecture}")
+    if getattr(found.model_class, "_is_stateful", False):
+        raise UnsupportedModelError(f"{found.architecture} keeps a state that is no keys and values")
     model = _without_weights(found.config, found.model_class, torch.bfloat16)
     return [(name, parameter.numel()) for name, parameter in model.named_parameters()]
 
@@ -81,26 +92,12 @@ def kv_values_per_token(config: Any, small: Any, of_small: int | None) -> int | 
     Args:
         config: of the model.
         small: what `shrink` made of it.
-        of_small: the count that was found on an instance of `small`; None is returned where no formula gives it.
+        of_small: the count that was found on an instance of `small`; None is returned where the formula does not give
+            it, as with layers of different widths.
     """
-    # Some models ignore a num_key_value_heads in their config.
-    for grouped in (True, False):
-        if _kv_values(small, grouped) == of_small:
-            return _kv_values(config, grouped)
-    return None
+    return _kv_values(config) if _kv_values(small) == of_small else None
 
 
-def _kv_values(config: Any, grouped: bool) -> int:
+def _kv_values(config: Any) -> int:
     text = config.get_text_config()
-    heads = text.num_attention_heads
-    kv_heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_kv_heads", None) or heads
-    if not grouped or getattr(text, "new_decoder_architecture", False):
-        kv_heads = heads
-    elif getattr(text, "multi_query", False):
-        kv_heads = 1
-    width = getattr(text, "head_dim", None) or text.hidden_size // heads
-    key = value = kv_heads * width
-    if getattr(text, "kv_lora_rank", None):  # latent attention stores expanded keys and values
-        key = heads * (text.qk_nope_head_dim + text.qk_rope_head_dim)
-        value = heads * text.v_head_dim
-    return int((key + value) * text.num_hidden_layers)
+    return kv_shape(text_fields(text)).values_per_token * int(text.num_hidden_layers)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +12,13 @@ from specdec.errors import ModelLoadError, UnsupportedModelError
 from specdec.models.builtin import BUILTIN_MODELS, builtin_file
 from specdec.planner.architecture import Architecture, read_architecture
 from specdec.planner.names import WEIGHT_BYTES, canonical
+from specdec.planner.quantised import Quantisation, packed_by_files, quantisation_of
 from specdec.planner.stored import Stored, gguf_config, read_stored
+from specdec.planner.tensors import of_decoder
 from specdec.planner.weights import Weights, count_by_formula, count_by_name
 
 _MOST_CONFIG_BYTES = 2**24
+_MISMATCH = 0.01  # of weights, from which on a directory's files are not those of its config
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +76,7 @@ def _read(path: Path, name: str) -> dict[str, Any]:
         if path.stat().st_size > _MOST_CONFIG_BYTES:
             raise ModelLoadError(f"{path} has {path.stat().st_size:,} bytes, which no config.json has; give that file")
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: no JSON, no UTF-8, or numbers without end
         raise ModelLoadError(f"{path} of {name} cannot be read as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise ModelLoadError(f"{path} of {name} holds a {type(fields).__name__}, not the fields of a config")
@@ -107,29 +110,54 @@ def _from_gguf(name: str, path: Path) -> PlannedModel:
 
 def _planned(name: str, fields: dict[str, Any], stored: Stored | None) -> PlannedModel:
     shape = read_architecture(fields, name)
-    notes, dtype = [], _dtype(fields)
-    quantised = fields.get("quantization_config")
-    if isinstance(quantised, dict):
-        method = quantised.get("quant_method", "an unnamed method")
-        notes.append(f"the checkpoint is quantised ({method}); this plan is for its weights in the dtype named below")
+    notes = [shape.note] if shape.note else []
+    quantised = quantisation_of(fields, _text_of(fields), name)
+    tensors = of_decoder(stored.tensors, shape) if stored is not None else []
+    of_files = count_by_name(((t.name, t.count) for t in tensors), "the files' headers") if tensors else None
     weights = count_by_formula(shape)
-    of_files = None
-    if stored is not None and stored.parameters and not isinstance(quantised, dict):
-        of_files = count_by_name(stored.parameters, "the files' headers")
-    if of_files is not None and (weights is None or weights.total != of_files.total):
-        if weights is not None:
-            notes.append(
-                f"the files hold {of_files.total:,} weights, the config describes {weights.total:,}; the files count"
-            )
+    if weights is None and of_files is not None and quantised is None:
         weights = of_files
     if weights is None:
         weights = _by_transformers(shape, fields, name)
-    return PlannedModel(name, shape, weights, dtype, stored, tuple(notes))
+    if shape.experts is None:  # one expert that all tokens take
+        weights = replace(weights, dense=weights.dense + weights.experts, experts=0)
+    elif not weights.experts:  # fields of experts that its class does not use
+        shape = replace(shape, experts=None)
+    if stored is not None and stored.note:
+        notes.append(stored.note)
+    if quantised is not None:
+        packed = packed_by_files(tensors, weights) if tensors else quantised.packed(weights)
+        weights = replace(weights, packed=packed)
+        notes.append(_of_quantised(quantised, weights, bool(tensors)))
+    elif of_files is not None and abs(of_files.total / weights.total - 1) > _MISMATCH:
+        notes.append(
+            f"the files hold {of_files.total:,} weights, the config describes {weights.total:,}, which is what counts; "
+            "is the download complete, and of this model?"
+        )
+    return PlannedModel(name, shape, weights, _dtype(fields), stored, tuple(notes))
+
+
+def _text_of(fields: dict[str, Any]) -> dict[str, Any]:
+    text = fields.get("text_config")
+    return text if isinstance(text, dict) else {}
+
+
+def _of_quantised(quantised: Quantisation, weights: Weights, by_files: bool) -> str:
+    said = weights.packed.said(weights)
+    if not said:
+        what = (
+            "how many bits its weights have is not known" if quantised.bits is None else "none of its parts is in fewer"
+        )
+        return f"the checkpoint is quantised ({quantised.method}); {what}, so they count in the dtype named below"
+    source = "as its files have it" if by_files else "by its quantization_config"
+    return (
+        f"the checkpoint is quantised ({quantised.method}): {said}, {source}; the rest and all arithmetic are in the "
+        "dtype named below"
+    )
 
 
 def _dtype(fields: dict[str, Any]) -> str | None:
-    text = fields.get("text_config") if isinstance(fields.get("text_config"), dict) else {}
-    for place in (fields, text or {}):
+    for place in (fields, _text_of(fields)):
         for key in ("dtype", "torch_dtype"):
             found = canonical(str(place.get(key)))
             if found in WEIGHT_BYTES:
@@ -139,14 +167,19 @@ def _dtype(fields: dict[str, Any]) -> str | None:
 
 def _by_transformers(shape: Architecture, fields: dict[str, Any], name: str) -> Weights:
     """Count on the meta device, where a model takes no memory."""
+    what = f"{name}: the weights of model type {shape.model_type!r} cannot be counted"
+    advice = "give a directory that holds its safetensors files"
+    if shape.note:
+        raise UnsupportedModelError(f"{what}: transformers has no class of that name; {advice}")
     try:
         from specdec.models.sizes import named_parameters
 
         return count_by_name(named_parameters(fields), "transformers' class, built without weights")
-    except Exception as error:  # the model's own code, or a type that transformers does not know
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{name}: {error}, for which the planner has no formula") from error
+    except Exception as error:  # the model's own code
         reason = " ".join(str(error).split())[:200]
         raise UnsupportedModelError(
-            f"{name}: the weights of model type {shape.model_type!r} cannot be counted: there is no formula for it, "
-            f"and transformers cannot build it ({type(error).__name__}: {reason}); give a directory that holds its "
-            "safetensors files"
+            f"{what}: there is no formula for it, and transformers cannot build it ({type(error).__name__}: {reason}); "
+            f"{advice}"
         ) from error

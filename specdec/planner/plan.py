@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from math import isfinite
 from typing import Any
 
 from specdec.errors import ConfigError
@@ -13,8 +14,11 @@ from specdec.planner.memory import MemoryNeeds
 from specdec.planner.model import PlannedModel
 from specdec.planner.names import KV_BYTES, WEIGHT_BYTES, choose
 from specdec.planner.roofline import Phase, Rates
-from specdec.planner.speculation import Choice, Speculation
+from specdec.planner.speculation import MOST_BATCH, Choice, Speculation
 from specdec.planner.work import ModelWork
+
+DEFAULT_ACCEPTANCE = 0.7
+_MOST = 10**9  # of requests and tokens: more is a slip of the keyboard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,8 +34,8 @@ class Workload:
     prefill_chunk_tokens: int = 512
     drafter: str = "none"
     drafter_options: dict[str, Any] = field(default_factory=dict)
-    acceptance: float = 0.7
-    cost_ratio: float | None = None
+    acceptance: float | None = None  # probability per draft token, those before it accepted; None = 0.7, a guess
+    cost_ratio: float | None = None  # measured, of one draft token over a target step; None = computed
     memory_fraction: float = 0.9  # of the device's memory; the rest is for its driver, kernels and fragments
 
     def __post_init__(self) -> None:
@@ -39,10 +43,14 @@ class Workload:
             value = getattr(self, name)
             if name == "prompt_tokens" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-                raise ConfigError(f"{name}={value!r}; allowed: a whole number from 1")
-        if not 0 <= self.acceptance <= 1:
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+                raise ConfigError(f"{name}={value!r}; allowed: a whole number from 1 to {_MOST:,}")
+        if self.acceptance is not None and not 0 <= self.acceptance <= 1:
             raise ConfigError(f"acceptance={self.acceptance!r}; allowed: 0 to 1, the share of draft tokens accepted")
+        if self.cost_ratio is not None and not (self.cost_ratio >= 0 and isfinite(self.cost_ratio)):
+            raise ConfigError(
+                f"cost_ratio={self.cost_ratio!r}; allowed: a number from 0, the cost of a draft token in target steps"
+            )
         if not 0 < self.memory_fraction <= 1:
             raise ConfigError(f"memory_fraction={self.memory_fraction!r}; allowed: above 0, at most 1")
         if (self.prompt_tokens or 0) > self.context:
@@ -69,8 +77,7 @@ class Plan:
     dtype: str
     kv_dtype: str
     memory: dict[str, Any]
-    prefill: Phase
-    decode: Phase
+    work: ModelWork
     rates: Rates
     drafter: DrafterCost
     speculation: Speculation
@@ -82,9 +89,24 @@ class Plan:
         return self.workload.prompt_tokens or self.workload.context
 
     @property
+    def prefill(self) -> Phase:
+        """Return the prefill of one prompt."""
+        return self._prefill(self.work)
+
+    @property
+    def decode(self) -> Phase:
+        """Return a step of the whole batch, without drafting."""
+        return self.work.decode(self.workload.batch, self.workload.context)
+
+    @property
     def ttft_floor_s(self) -> float:
         """Return the least seconds from a request that waits for nobody to its first token."""
         return self.prefill.seconds
+
+    @property
+    def last_ttft_floor_s(self) -> float:
+        """Return the least seconds to its first token for the last of a batch that comes together."""
+        return self._prefill(self.work, self.workload.batch).seconds
 
     @property
     def tpot_floor_s(self) -> float:
@@ -95,9 +117,15 @@ class Plan:
     def best(self) -> Choice:
         return self.speculation.best(self.workload.batch)
 
+    def _prefill(self, work: ModelWork, batch: int = 1) -> Phase:
+        return work.prefill(self.prompt_tokens, self.workload.prefill_chunk_tokens, batch)
+
     def to_dict(self) -> dict[str, Any]:
-        """Return the plan as JSON can hold it. Seconds, bytes, FLOPs and FLOP/s, no prefixes."""
-        load = self.workload
+        """Return the plan as JSON can hold it. Seconds, bytes, FLOPs and FLOP/s, no prefixes.
+
+        `*_even_experts_s` are estimates, of rows that choose experts evenly and independently; None without experts.
+        """
+        load, spread = self.workload, self.work.expected() if self.model.shape.experts else None
         return {
             "model": self._model(),
             "device": {**asdict(self.device), "flops_per_byte_balance": self.rates.balance},
@@ -106,17 +134,20 @@ class Plan:
                 "dtype": self.dtype,
                 "kv_dtype": self.kv_dtype,
                 "prompt_tokens": self.prompt_tokens,
+                "acceptance": self.speculation.acceptance,
             },
             "memory": self.memory,
             "prefill": {
                 **self.prefill.to_dict(),
                 "ttft_floor_s": self.ttft_floor_s,
-                "last_ttft_floor_s": self.ttft_floor_s * load.batch,
-                "tokens_per_s_at_most": self.prompt_tokens / self.ttft_floor_s,
+                "last_ttft_floor_s": self.last_ttft_floor_s,
+                "ttft_even_experts_s": self._prefill(spread).seconds if spread else None,
+                "tokens_per_s_at_most": load.batch * self.prompt_tokens / self.last_ttft_floor_s,
             },
             "decode": {
                 **self.decode.to_dict(),
                 "tpot_floor_s": self.tpot_floor_s,
+                "tpot_even_experts_s": spread.decode(load.batch, load.context).seconds if spread else None,
                 "tokens_per_s_at_most": load.batch / self.tpot_floor_s,
             },
             "speculation": self._speculation() if self.drafter.name != "none" else None,
@@ -134,6 +165,7 @@ class Plan:
             "num_parameters": model.weights.total,
             "num_active_parameters": model.num_active,
             "counted_by": model.weights.source,
+            "quantised_bits": model.weights.packed.bits(),
             "stored_bytes": None if model.stored is None else model.stored.num_bytes,
             "checkpoint_dtype": model.dtype,
             "max_positions": shape.max_positions,
@@ -144,17 +176,18 @@ class Plan:
 
     def _speculation(self) -> dict[str, Any]:
         batch, spec = self.workload.batch, self.speculation
-        paying = spec.paying_batches()
-        one = spec.at(batch, min(1, spec.most))
+        one = spec.at(batch, 1)
+        # Where nothing fits at all, the answer is for a device that holds it, as the times are.
+        most = min(MOST_BATCH, self.memory["max_batch"] or MOST_BATCH)
         return {
             "drafter": self.drafter.name,
             "acceptance": spec.acceptance,
-            "cost_ratio": one.draft_s / self.decode.seconds,
+            "cost_ratio": one.draft_s / spec.at(batch, 0).verify_s,
             "pays": spec.pays(batch),
             "best": self.best.to_dict(),
             "break_even_acceptance": spec.break_even(batch),
-            "pays_from_batch": None if paying is None else paying[0],
-            "pays_up_to_batch": None if paying is None else paying[1],
+            "pays_at_batches": [list(ends) for ends in spec.paying_batches(most, also=(batch,))],
+            "tried_up_to_batch": most,
             "curve": [choice.to_dict() for choice in spec.curve(batch)],
         }
 
@@ -196,17 +229,19 @@ def make_plan(model: PlannedModel, device: Device, workload: Workload = Workload
     rates = Rates(device.rate(dtype), device.bandwidth_bytes_per_s)
     weight_bytes = WEIGHT_BYTES[dtype]
     work = ModelWork(model, weight_bytes, KvStorage(model.shape, kv_dtype, workload.kv_layout), rates)
-    beside = Beside(work, device, dtype, workload.context)
-    drafter = drafter_cost(workload.drafter, beside, workload.drafter_options, workload.cost_ratio)
+    expected = work.expected()  # rows of a draft wake experts of their own: what drafting gives is no floor's ratio
+    drafter = drafter_cost(
+        workload.drafter, Beside(expected, dtype, workload.context), workload.drafter_options, workload.cost_ratio
+    )
     speculation = Speculation(
-        workload.acceptance,
-        verify=lambda batch, k: work.decode(batch, workload.context, k + 1).seconds,
+        DEFAULT_ACCEPTANCE if workload.acceptance is None else workload.acceptance,
+        verify=lambda batch, k: expected.decode(batch, workload.context, k + 1).seconds,
         draft=drafter.seconds,
         most=drafter.most,
     )
     needs = MemoryNeeds(
         model=model,
-        weight_bytes=model.weights.total * weight_bytes,
+        weight_bytes=model.weights.num_bytes(weight_bytes),
         kv=work.kv,
         value_bytes=weight_bytes,
         chunk_tokens=workload.prefill_chunk_tokens,
@@ -214,8 +249,12 @@ def make_plan(model: PlannedModel, device: Device, workload: Workload = Workload
         drafter_bytes=drafter.weight_bytes,
         drafter_kv=drafter.kv,
     )
-    usable = workload.memory_fraction * device.memory_bytes
-    memory = needs.to_dict(usable, device.memory_bytes, workload.batch, workload.context)
+    memory = needs.to_dict(
+        workload.memory_fraction * device.memory_bytes, device.memory_bytes, workload.batch, workload.context
+    )
+    assumptions = _assumptions(model, device, workload, speculation.acceptance)
+    if not memory["fits"]:
+        assumptions.append("times are those of such a device with enough memory")
     return Plan(
         model=model,
         device=device,
@@ -223,48 +262,55 @@ def make_plan(model: PlannedModel, device: Device, workload: Workload = Workload
         dtype=dtype,
         kv_dtype=kv_dtype,
         memory=memory,
-        prefill=work.prefill(workload.prompt_tokens or workload.context, workload.prefill_chunk_tokens),
-        decode=work.decode(workload.batch, workload.context),
+        work=work,
         rates=rates,
         drafter=drafter,
         speculation=speculation,
-        warnings=tuple(_warnings(model, device, workload, dtype, memory)),
-        assumptions=(*_assumptions(model, device, workload), *drafter.assumptions),
+        warnings=tuple(_warnings(model, device, workload, dtype)),
+        assumptions=(*assumptions, *drafter.assumptions),
     )
 
 
-def _warnings(model: PlannedModel, device: Device, load: Workload, dtype: str, memory: dict[str, Any]) -> list[str]:
+def _warnings(model: PlannedModel, device: Device, load: Workload, dtype: str) -> list[str]:
     found = list(model.notes)
     limit = model.shape.max_positions
     if limit is not None and load.context > limit:
         found.append(f"context {load.context:,} is beyond the {limit:,} positions that the model was made for")
-    if not memory["fits"]:
-        found.append(
-            f"it does not fit: {memory['total_bytes'] / 1e9:,.1f} GB are needed, "
-            f"{memory['usable_bytes'] / 1e9:,.1f} GB are usable; the times are those of a device that holds it"
-        )
     if load.dtype == "auto" and model.dtype not in (None, dtype):
         found.append(f"the checkpoint is {model.dtype}; this plan is for {dtype}, give --dtype for another")
-    if load.drafter == "self_int8" and not device.measured:
+    idle = [name for name in ("acceptance", "cost_ratio") if getattr(load, name) is not None]
+    if load.drafter == "none" and idle:
+        names = " and ".join(f"--{name.replace('_', '-')}" for name in idle)
+        found.append(f"{names} {'has' if len(idle) == 1 else 'have'} no effect without a drafter; give --drafter")
+    if load.drafter == "self_int8" and not device.is_cpu:
         found.append("specdec runs self_int8 on CPUs only; this plan shows what an int8 copy would be worth there")
+    if load.drafter != "none" and device.is_cpu:
+        found.append(
+            "on CPUs a forward of a few rows costs more than these times say, so that drafting gives less and may "
+            "lose where they let it win (docs/planner.md has measurements); draft_length='cost_aware' goes by "
+            "measured times"
+        )
     return found
 
 
-def _assumptions(model: PlannedModel, device: Device, load: Workload) -> list[str]:
+def _assumptions(model: PlannedModel, device: Device, load: Workload, acceptance: float) -> list[str]:
+    rates = "rates as measured here" if device.measured else "the vendor's peak rates"
+    rates = "the rates as given" if device.name == "custom" else rates
     found = [
-        "floors: peak rates as measured here, perfect overlap within a part, no launch or scheduling time"
-        if device.measured
-        else "floors: the vendor's peak rates, perfect overlap within a part, no launch, scheduling or network time"
+        f"floors: {rates}, all arithmetic beside all traffic, and no time for launches, scheduling or a network",
     ]
     if device.measured:
-        found.append("products of a few rows are as fast as large ones; on CPUs they are slower, and verifying dearer")
         found.append("prepacked copies of weights, which the engine may hold on CPUs, are not in the memory")
     if load.kv_layout == "full" and (model.shape.latent or any(model.shape.windows)):
         found.append("KV memory as specdec stores it: every position of every layer, latent attention expanded")
     if model.shape.experts is not None:
-        found.append("each row chooses its experts evenly and independently of the other rows")
-    if load.drafter != "none":
         found.append(
-            f"each draft token is accepted with probability {load.acceptance:g}, given that those before it were"
+            "floors: all rows of a forward choose the same experts; the times for even choice and all times of "
+            "drafting: each row chooses evenly and independently of the others, where real routers lie between"
+        )
+    if load.drafter != "none":
+        guess = ", a guess: measure it with python -m specdec.eval.acceptance" if load.acceptance is None else ""
+        found.append(
+            f"each draft token is accepted with probability {acceptance:g}, given that those before it were{guess}"
         )
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,26 +20,19 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Work of one kind: arithmetic and traffic may overlap within it.
-
-    Source: Williams, Waterman and Patterson 2009, Roofline, doi 10.1145/1498765.1498785.
-    """
+    """Work of one kind."""
 
     name: str
     flops: float
     num_bytes: float
 
-    def seconds(self, rates: Rates) -> float:
-        return max(self.flops / rates.flops_per_s, self.num_bytes / rates.bandwidth_bytes_per_s)
-
-    def bound(self, rates: Rates) -> str:
-        """Return "compute" or "memory", whichever takes longer."""
-        return "compute" if self.flops / rates.flops_per_s > self.num_bytes / rates.bandwidth_bytes_per_s else "memory"
-
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Parts that follow one another: each layer's attention waits for its projections."""
+    """Parts of which nothing is known about the order: while one waits for memory another may compute.
+
+    Source: Williams, Waterman and Patterson 2009, Roofline, doi 10.1145/1498765.1498785.
+    """
 
     parts: tuple[Part, ...]
     rates: Rates
@@ -59,51 +51,34 @@ class Phase:
         return self.flops / self.num_bytes
 
     @property
-    def seconds(self) -> float:
-        return sum(part.seconds(self.rates) for part in self.parts)
+    def compute_s(self) -> float:
+        return self.flops / self.rates.flops_per_s
 
     @property
-    def memory_share(self) -> float:
-        """Return the share of the time in which memory is what is waited for."""
-        return sum(p.seconds(self.rates) for p in self.parts if p.bound(self.rates) == "memory") / self.seconds
+    def memory_s(self) -> float:
+        return self.num_bytes / self.rates.bandwidth_bytes_per_s
+
+    @property
+    def seconds(self) -> float:
+        """Return the least time: all arithmetic at the full rate, all traffic at the full bandwidth, side by side."""
+        return max(self.compute_s, self.memory_s)
 
     @property
     def bound(self) -> str:
-        """Return "compute" or "memory", whichever bounds most of the time."""
-        return "memory" if self.memory_share >= 0.5 else "compute"
+        """Return "compute" or "memory", whichever takes longer."""
+        return "compute" if self.compute_s > self.memory_s else "memory"
 
     def to_dict(self) -> dict[str, Any]:
+        return {**self._figures(), "parts": [{"name": p.name, **self._of(p)._figures()} for p in self.parts]}
+
+    def _of(self, part: Part) -> Phase:
+        return Phase((part,), self.rates)
+
+    def _figures(self) -> dict[str, Any]:
         return {
             "flops": self.flops,
             "num_bytes": self.num_bytes,
             "flops_per_byte": self.intensity,
             "bound": self.bound,
-            "memory_bound_share": self.memory_share,
             "seconds": self.seconds,
-            "parts": [_row(name, self._named(name)) for name in dict.fromkeys(part.name for part in self.parts)],
         }
-
-    def _named(self, name: str) -> Phase:
-        return Phase(tuple(part for part in self.parts if part.name == name), self.rates)
-
-
-def _row(name: str, phase: Phase) -> dict[str, Any]:
-    return {
-        "name": name,
-        "flops": phase.flops,
-        "num_bytes": phase.num_bytes,
-        "flops_per_byte": phase.intensity,
-        "bound": phase.bound,
-        "seconds": phase.seconds,
-    }
-
-
-def total(phases: Iterable[Phase]) -> list[Part]:
-    """Return one part per name and bound, summed over phases that follow one another."""
-    sums: dict[tuple[str, str], tuple[float, float]] = {}
-    for phase in phases:
-        for part in phase.parts:
-            key = (part.name, part.bound(phase.rates))
-            flops, num_bytes = sums.get(key, (0.0, 0.0))
-            sums[key] = (flops + part.flops, num_bytes + part.num_bytes)
-    return [Part(name, flops, num_bytes) for (name, _), (flops, num_bytes) in sums.items()]

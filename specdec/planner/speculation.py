@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 MOST_DRAFT_TOKENS = 16
-MOST_BATCH = 4096
+MOST_BATCH = 4096  # that is looked at
+_EVERY_BATCH_TO = 128  # beyond, every 32nd part more
 
 Seconds = Callable[[int, int], float]  # (batch, draft tokens) -> seconds
 
@@ -90,7 +91,8 @@ class Speculation:
         )
 
     def pays(self, batch: int, acceptance: float | None = None) -> bool:
-        return self.best(batch, acceptance).num_draft_tokens > 0
+        """Tell whether some draft length gives more tokens per second than none."""
+        return any(self.at(batch, k, acceptance).speedup > 1 for k in range(1, self.most + 1))
 
     def break_even(self, batch: int) -> float | None:
         """Return the acceptance from which on some draft length pays, or None if not even 1 is enough."""
@@ -102,20 +104,41 @@ class Speculation:
             low, high = (low, middle) if self.pays(batch, middle) else (middle, high)
         return high
 
-    def paying_batches(self) -> tuple[int, int | None] | None:
-        """Return the smallest and the largest batch at which drafting pays, or None if there is none.
+    def paying_batches(self, most: int = MOST_BATCH, also: Iterable[int] = ()) -> list[tuple[int, int]]:
+        """Return the ranges of batch sizes from 1 to `most` at which drafting pays, ends included.
 
-        The largest is None where it still pays at 4096. Between the two it is taken to pay everywhere.
+        There may be several: experts, and work that is bound by memory at one size and by arithmetic at another. Every
+        size up to 128 is looked at and every 32nd part more beyond, and between neighbours that differ the edge is
+        found by halving; a range that lies between two neighbours is not seen.
+
+        Args:
+            most: the largest size looked at, no more than 4,096.
+            also: sizes to look at besides.
         """
-        sizes = sorted({size for power in range(13) for size in (2**power, 3 * 2**power // 2)})
-        paying = [size for size in sizes if size <= MOST_BATCH and self.pays(size)]
-        if not paying:
-            return None
-        first, last = paying[0], paying[-1]
-        after = next((size for size in sizes if last < size <= MOST_BATCH), None)
-        if after is None:
-            return first, None
-        while after - last > 1:
-            middle = (last + after) // 2
-            last, after = (middle, after) if self.pays(middle) else (last, middle)
-        return first, last
+        sizes = _grid(min(most, MOST_BATCH), also)
+        ranges: list[tuple[int, int]] = []
+        last, last_pays = 0, False
+        for size in sizes:
+            pays = self.pays(size)
+            if pays and not last_pays:
+                ranges.append((self._edge(last, size, wanted=True), size))
+            elif last_pays:
+                ranges[-1] = (ranges[-1][0], size if pays else self._edge(last, size, wanted=False) - 1)
+            last, last_pays = size, pays
+        return ranges
+
+    def _edge(self, low: int, high: int, wanted: bool) -> int:
+        """Return the smallest size above `low` for which it pays or, if not `wanted`, does not; `high` is such."""
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self.pays(middle) == wanted else (middle, high)
+        return high
+
+
+def _grid(most: int, also: Iterable[int]) -> list[int]:
+    sizes = set(range(1, min(most, _EVERY_BATCH_TO) + 1)) | {size for size in also if size <= most}
+    size = _EVERY_BATCH_TO
+    while size < most:
+        sizes.add(size)
+        size += size // 32
+    return sorted(sizes | {most})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -18,52 +19,92 @@ _GGUF_TYPES = {"llama": "llama", "qwen2": "qwen2", "qwen3": "qwen3"}
 
 
 @dataclass(frozen=True, slots=True)
+class Tensor:
+    """One tensor of a file."""
+
+    name: str
+    count: int  # of numbers in it, packed ones as they are stored
+    num_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stored:
     """Weight files at hand."""
 
     num_bytes: int
-    parameters: tuple[tuple[str, int], ...] = field(default=(), repr=False)  # (name, number of weights)
+    tensors: tuple[Tensor, ...] = field(default=(), repr=False)  # none where files are missing
+    note: str = ""
 
 
 def read_stored(folder: Path) -> Stored | None:
     """Return what the safetensors files of a directory hold, or None where there are none.
 
+    The files are those that transformers would load: model.safetensors, else those that the index names, else what
+    is called model*.safetensors. Copies in another layout (consolidated.safetensors) count where nothing else is there.
+
     Raises:
         ModelLoadError: a file is damaged.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if files:
-        found = [_header(path) for path in files]
-        rows = {name: row for header in found for name, row in header.items()}
-        return Stored(
-            num_bytes=sum(end - start for _, (start, end) in rows.values()),
-            parameters=tuple((name, count) for name, (count, _) in rows.items()),
-        )
     index = folder / "model.safetensors.index.json"
-    if not index.is_file():
-        return None
+    single = folder / "model.safetensors"
+    if single.is_file():
+        return _of_files([single])
+    if index.is_file():
+        return _of_index(index)
+    for pattern in ("model*.safetensors", "*.safetensors"):
+        files = sorted(folder.glob(pattern))
+        if files:
+            return _of_files(files)
+    return None
+
+
+def _of_files(files: Iterable[Path], names: Container[str] | None = None) -> Stored:
+    rows = {row.name: row for path in files for row in _header(path)}
+    tensors = tuple(row for row in rows.values() if names is None or row.name in names)
+    return Stored(sum(tensor.num_bytes for tensor in tensors), tensors)
+
+
+def _of_index(index: Path) -> Stored:
     try:
-        total = json.loads(index.read_text(encoding="utf-8"))["metadata"]["total_size"]
-        return Stored(int(total))
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ModelLoadError(f"{index} has no metadata.total_size: {error}; download it again") from error
+        fields = json.loads(index.read_text(encoding="utf-8"))
+        places = fields.get("weight_map") or {}
+        names = {str(place) for place in places.values()}
+        total = int((fields.get("metadata") or {}).get("total_size") or 0)
+        if any(Path(name).name != name for name in names) or total < 0 or not (names or total):
+            raise ValueError("neither a weight_map nor a metadata.total_size")
+    except (OSError, ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise ModelLoadError(f"{index} is no index of safetensors files: {error}; download it again") from error
+    files = [index.parent / name for name in sorted(names)]
+    missing = [path.name for path in files if not path.is_file()]
+    if files and not missing:
+        return _of_files(files, places)
+    note = f"{len(missing)} of the {len(files)} weight files are not there ({missing[0]})" if missing else ""
+    return Stored(total, note=note)
 
 
-def _header(path: Path) -> dict[str, tuple[int, tuple[int, int]]]:
-    """Return name -> (number of weights, byte range) of a safetensors file."""
+def _header(path: Path) -> list[Tensor]:
+    """Return the tensors of a safetensors file."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             if not 2 <= length <= _MOST_HEADER_BYTES:
                 raise ValueError(f"a header of {length} bytes")
             rows = json.loads(file.read(length))
-        return {
-            name: (prod(row["shape"]), (row["data_offsets"][0], row["data_offsets"][1]))
+        return [
+            _tensor(name, row)
             for name, row in rows.items()
             if name != "__metadata__" and not name.endswith("rotary_emb.inv_freq")  # a table in old files, no weight
-        }
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        ]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, struct.error) as error:
         raise ModelLoadError(f"{path} is no whole safetensors file: {error}; download it again") from error
+
+
+def _tensor(name: str, row: dict[str, Any]) -> Tensor:
+    start, end = row["data_offsets"]
+    shape = row["shape"]
+    if not all(isinstance(number, int) and number >= 0 for number in (*shape, start, end)) or end < start:
+        raise ValueError(f"{name} has shape {shape} at bytes {start} to {end}")
+    return Tensor(name, prod(shape), end - start)
 
 
 def gguf_config(path: Path) -> tuple[dict[str, Any], Stored]:
@@ -82,7 +123,7 @@ def gguf_config(path: Path) -> tuple[dict[str, Any], Stored]:
         )
     return _fields(header, kind), Stored(
         num_bytes=sum(t.num_bytes for t in header.tensors),
-        parameters=tuple((_hub_name(t.name), prod(t.shape)) for t in header.tensors),
+        tensors=tuple(Tensor(_hub_name(t.name), prod(t.shape), t.num_bytes) for t in header.tensors),
     )
 
 
@@ -100,6 +141,7 @@ def _fields(header: GgufHeader, kind: str) -> dict[str, Any]:
         "max_position_embeddings": data.get(f"{kind}.context_length"),
         "vocab_size": names["token_embd.weight"].shape[-1] if "token_embd.weight" in names else None,
         "tie_word_embeddings": "output.weight" not in names,
+        "use_sliding_window": False,  # these model types have no window in a GGUF file
     }
     return {name: value for name, value in fields.items() if value is not None}
 

@@ -43,4 +43,5 @@ def this_device(dtype: str) -> Device:
         flops_per_s={dtype: rate},
         source="measured here, best of several",
         measured=True,
+        is_cpu=place.type == "cpu",
     )

@@ -7,6 +7,29 @@ from dataclasses import dataclass
 
 from specdec.planner.architecture import Architecture
 
+PARTS = ("dense", "experts", "embedding", "head")
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """Bytes of one weight of each part of a quantised checkpoint, scales included; None = as the number format."""
+
+    dense: float | None = None
+    experts: float | None = None
+    embedding: float | None = None
+    head: float | None = None
+
+    def bits(self) -> dict[str, float] | None:
+        """Return the bits of a weight of the parts that are quantised, None if there are none."""
+        sizes = {part: getattr(self, part) for part in PARTS}
+        return {part: 8 * size for part, size in sizes.items() if size is not None} or None
+
+    def said(self, weights: Weights) -> str:
+        """Return the parts and their bits in words."""
+        names = {"dense": "dense layers", "experts": "experts", "embedding": "embedding", "head": "output matrix"}
+        bits = {names[part]: bits for part, bits in (self.bits() or {}).items() if getattr(weights, part)}
+        return ", ".join(f"{part} in {bit:.2f} bits a weight" for part, bit in bits.items())
+
 
 @dataclass(frozen=True, slots=True)
 class Weights:
@@ -17,14 +40,33 @@ class Weights:
     embedding: int  # a step reads one row per token
     head: int  # the output matrix; 0 where it is the embedding
     source: str  # how they were counted
+    packed: Packed = Packed()  # how a quantised checkpoint stores them
 
     @property
     def total(self) -> int:
         return self.dense + self.experts + self.embedding + self.head
 
+    def bytes_each(self, part: str, plain: float) -> float:
+        """Return the bytes of one weight of a part.
+
+        Args:
+            part: one of `PARTS`.
+            plain: bytes of a weight that is not quantised.
+        """
+        packed: float | None = getattr(self.packed, part)
+        return plain if packed is None else packed
+
+    def num_bytes(self, plain: float) -> float:
+        """Return the bytes that all weights take."""
+        return sum(getattr(self, part) * self.bytes_each(part, plain) for part in PARTS)
+
+    def output_bytes_each(self, plain: float) -> float:
+        """Return the bytes of one weight of the output matrix, which may be the embedding."""
+        return self.bytes_each("head" if self.head else "embedding", plain)
+
     def output_matrix(self, model: Architecture) -> int:
         """Return the weights that one row of logits multiplies."""
-        return self.head or model.vocab_size * model.hidden_size
+        return self.head or min(self.embedding, model.vocab_size * model.hidden_size)  # OPT-350m embeds narrower
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,19 +147,24 @@ def count_by_name(parameters: Iterable[tuple[str, int]], source: str) -> Weights
         parameters: (name, number of weights) of each, tied ones once.
         source: what the result says of where they are from.
     """
-    counts = {"dense": 0, "experts": 0, "embedding": 0, "head": 0}
+    counts = dict.fromkeys(PARTS, 0)
     for name, number in parameters:
-        counts[_part(name)] += number
-    return Weights(**counts, source=source)
+        counts[part_of(name)] += number
+    return Weights(counts["dense"], counts["experts"], counts["embedding"], counts["head"], source)
 
 
 _EMBEDDINGS = ("embed_tokens", "wte", "wpe", "embed_in", "word_embeddings", "tok_embeddings", "embed_positions")
 _HEADS = ("lm_head", "embed_out", "output_layer")
+_ROUTERS = {"router", "gate"}
+_GROUPED = {"input_linear", "output_linear"}  # of Granite's and JetMoE's experts
 
 
-def _part(name: str) -> str:
+def part_of(name: str) -> str:
+    """Return which of `PARTS` a parameter belongs to."""
     parts = name.split(".")
-    if "experts" in parts and not {"router", "gate"} & set(parts):
+    if "experts" in parts and not _ROUTERS & set(parts):
+        return "experts"
+    if _GROUPED & set(parts) and not any("shared" in part for part in parts):
         return "experts"
     if any(part in _EMBEDDINGS for part in parts):
         return "embedding"

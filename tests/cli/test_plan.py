@@ -12,7 +12,7 @@ import pytest
 
 from specdec.planner import find_device, make_plan, read_model
 from specdec.planner.plan import Workload
-from tests.cli.running import as_json, refused, run
+from tests.cli.running import as_json, refused, run, terminal, without_colours
 from tests.planner import configs
 
 
@@ -34,16 +34,56 @@ def test_it_says_what_fits_what_bounds_and_what_pays(llama: str) -> None:
         "6.74 billion weights (llama, MHA, 32 layers",
         "balanced at 295 FLOP/byte",
         "512 KiB per token, 2 GiB per request",
-        "fits most: 25 requests of 4,096 tokens",
-        "TTFT at least 58.16 ms: prefill of 4,096 tokens is compute-bound",
-        "TPOT at least 14.20 ms: decode of 16 after 4,096 tokens is memory-bound",
-        "pays: 6 draft tokens, 2.45x over no drafting",
-        "breaks even at acceptance 0.04",
+        "most: 25 requests of 4,096 tokens",
+        "Prefill of 4,096 tokens TFLOP GB moved FLOP/byte bound by at least, ms",
+        "Decode of 16 after 4,096 tokens GFLOP GB moved FLOP/byte bound by at least, ms",
+        "the last of 16 that come together waits 929.0 ms",
+        "it breaks even at acceptance 0.04",
+        "it pays at every batch from 1 to 25 (as many as fit) after 4,096 tokens",
         "assumed: floors: the vendor's peak rates",
     ):
         assert text in words, text
+    assert result.stdout.splitlines()[:3] == [
+        "fits: 49.9 of 72.0 GB usable",
+        "TTFT at least 58.06 ms (compute-bound), TPOT at least 14.20 ms (memory-bound)",
+        "drafting pays: 6 draft tokens, 2.48x at acceptance 0.7 and batch 16",
+    ]
     tables = [line for line in result.stdout.splitlines() if ": " not in line and "; " not in line]
-    assert max(map(len, tables)) <= 110
+    assert max(map(len, tables)) <= 80
+    assert "reading" not in result.stderr
+    assert result.stdout.count("drafter's keys and values") == 1
+
+
+@pytest.mark.parametrize("columns", ["80", "120"])
+def test_the_verdict_is_three_lines_of_a_terminal(llama: str, columns: str) -> None:
+    with terminal("plan", llama, *ISSUE, COLUMNS=columns) as shown:
+        lines = without_colours(shown.read_until(None)).splitlines()
+    assert [line.split(" ")[0] for line in lines[:3]] == ["fits:", "TTFT", "drafting"]
+    assert not lines[3].strip()
+    assert max(map(len, lines)) <= int(columns)
+
+
+def test_one_unit_per_column(llama: str) -> None:
+    lines = run("plan", llama, *ISSUE).stdout.splitlines()
+    start = next(i for i, line in enumerate(lines) if line.startswith("draft tokens"))
+    assert lines[start].split() == [
+        "draft",
+        "tokens",
+        "tokens/step",
+        "verify,",
+        "ms",
+        "draft,",
+        "ms",
+        "TPOT,",
+        "ms",
+        "speedup",
+    ]
+    for line in lines[start + 1 : start + 8]:
+        assert not set(line) - set("0123456789.,x ")
+
+
+def test_a_drafter_without_memory_has_no_rows_of_memory(llama: str) -> None:
+    assert "drafter's" not in run("plan", llama, "--device", "h100", "--drafter", "ngram").stdout
 
 
 def test_json_is_the_plan(llama: str) -> None:
@@ -54,9 +94,22 @@ def test_json_is_the_plan(llama: str) -> None:
 
 
 def test_what_does_not_fit_is_said(llama: str) -> None:
-    words = " ".join(run("plan", llama, "--device", "t4", "--context", "4096", "--batch", "8").stdout.split())
-    assert "does not fit: by memory alone 3 such devices are needed" in words
-    assert "warning: it does not fit: " in words
+    """Once, and without numbers of requests or tokens that are none."""
+    for device, batch, words in (
+        ("t4", "8", "not one request of 4,096 tokens fits; most: 8 of 209 tokens"),
+        ("a10", "8", "most: 3 requests of 4,096 tokens, or 8 of 1,925 tokens"),
+        ("l4", "100000", "100,000 requests do not fit however short; most: 3 requests of 4,096 tokens"),
+    ):
+        result = run("plan", llama, "--device", device, "--context", "4096", "--batch", batch)
+        shown = " ".join(result.stdout.split())
+        assert shown.startswith("does not fit: "), device
+        assert "such devices TTFT at least" in shown
+        assert shown.count("does not fit") == 1
+        assert words in shown
+    result = run("plan", llama, "--bandwidth", "100", "--flops", "10", "--memory", "8", "--drafter", "ngram")
+    words = " ".join(result.stdout.split())
+    assert "not one request fits, however short" in words
+    assert "1 to 4,096 (no larger ones were tried)" in words
 
 
 def test_no_drafter_no_table_of_drafts(llama: str) -> None:
@@ -67,8 +120,8 @@ def test_drafting_that_does_not_pay(llama: str) -> None:
     words = " ".join(
         run("plan", llama, "--device", "h100", "--drafter", "ngram", "--acceptance", "0", "--batch", "2").stdout.split()
     )
-    assert "does not pay: best is not to draft" in words
-    assert "pays at no batch size" in words
+    assert "drafting does not pay at acceptance 0 and batch 2" in words
+    assert "it pays at no batch from 1 to 27 (as many as fit)" in words
 
 
 def test_a_model_may_be_the_drafter(llama: str, tmp_path: Path) -> None:
@@ -87,7 +140,7 @@ def test_windows_and_latent_attention_show_both_sizes(tmp_path: Path) -> None:
 
 
 def test_own_figures(llama: str) -> None:
-    own = ("--bandwidth", "3350", "--flops", "989.4", "--memory", "80")
+    own = ("--bandwidth", "3350", "--flops", "989.5", "--memory", "80")
     same = [as_json(run("plan", llama, *device, "--json")) for device in (own, ("--device", "h100"))]
     assert same[0]["decode"] == same[1]["decode"]
     faster = as_json(run("plan", llama, "--device", "h100", "--bandwidth", "6700", "--json"))
@@ -99,7 +152,21 @@ def test_own_figures(llama: str) -> None:
     ("arguments", "message"),
     [
         (("--device", "h10"), "did you mean 'h100'? available: this, h200, h100"),
+        (("--device", ""), "unknown device ''"),
         (("--device", "t4", "--dtype", "bf16"), "has no dense rate in bf16"),
+        (("--device", "t4", "--dtype", "bf16", "--bandwidth", "500"), "T4 has no dense rate in bf16; available: fp16"),
+        (("--device", "h100", "--dtype", "int8"), "weights in fewer bits are not planned for"),
+        (("--device", "h100", "--memory", "-1"), "memory of -1 GB (--memory); allowed: 0.000001 to"),
+        (("--device", "h100", "--memory", "nan"), "memory of nan GB (--memory)"),
+        (("--device", "h100", "--memory", "inf"), "memory of inf GB (--memory)"),
+        (("--device", "h100", "--memory", "1e300"), "memory of 1e+300 GB (--memory)"),
+        (("--device", "h100", "--bandwidth", "0"), "bandwidth of 0 GB/s (--bandwidth)"),
+        (("--device", "h100", "--context", "1" + 20 * "0"), "allowed: a whole number from 1 to 1,000,000,000"),
+        (("--device", "h100", "--drafter", ""), "unknown drafter ''"),
+        (("--device", "h100", "--drafter", "eagel3", "--cost-ratio", "0.1"), "did you mean 'eagle3'?"),
+        (("--device", "h100", "--drafter", "eagle3", "--drafter-option", "tree=1", "--cost-ratio", "0.1"), "'tree'"),
+        (("--device", "h100", "--drafter", "draft_model", "--drafter-option", "model=5"), "model=5 is no name"),
+        (("--device", "h100", "--cost-ratio", "nan"), "cost_ratio=nan"),
         (("--device", "h100", "--batch", "0"), "batch=0; allowed: a whole number from 1"),
         (("--device", "h100", "--acceptance", "1.5"), "acceptance=1.5; allowed: 0 to 1"),
         (("--device", "h100", "--context", "0"), "context=0"),
@@ -114,6 +181,7 @@ def test_bad_input_is_one_line(llama: str, arguments: tuple[str, ...], message: 
 
 def test_bad_models(tmp_path: Path) -> None:
     assert "did you mean 'smollm2'?" in refused(run("plan", "smollm", "--device", "h100"))
+    assert "the model has no name" in refused(run("plan", "", "--device", "h100"))
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba", "hidden_size": 8}))
     assert "recurrent state" in refused(run("plan", str(tmp_path), "--device", "h100"))
     missing = {name: value for name, value in configs.LLAMA2_7B.items() if name != "hidden_size"}
@@ -134,6 +202,26 @@ def test_this_machine_is_measured(llama: str, monkeypatch: pytest.MonkeyPatch) -
     assert found["device"]["flops_per_byte_balance"] == 8
     assert found["decode"]["tpot_floor_s"] == pytest.approx(found["decode"]["num_bytes"] / 5e10)
     assert any("the checkpoint is fp16" in text for text in found["warnings"])
+    shown = " ".join(run("plan", llama, "--drafter", "self_int8").stdout.split())
+    assert "drafting may pay (on a CPU less, or not): " in shown
+    assert "warning: on CPUs a forward of a few rows costs more than these times say" in shown
+    changed = as_json(run("plan", llama, "--device", "this", "--drafter", "self_int8", "--bandwidth", "100", "--json"))
+    assert any("on CPUs a forward" in text for text in changed["warnings"])
+    assert not any("runs self_int8 on CPUs only" in text for text in changed["warnings"])
+    h100 = as_json(run("plan", llama, "--device", "h100", "--drafter", "self_int8", "--json"))
+    assert any("runs self_int8 on CPUs only" in text for text in h100["warnings"])
+    assert not any("on CPUs a forward" in text for text in h100["warnings"])
+
+
+def test_a_setting_without_effect_warns(llama: str) -> None:
+    words = " ".join(run("plan", llama, "--device", "h100", "--acceptance", "0.7").stdout.split())
+    assert "warning: --acceptance has no effect without a drafter; give --drafter" in words
+
+
+def test_experts_show_both_ends(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configs.MIXTRAL_8X7B))
+    words = " ".join(run("plan", str(tmp_path), "--device", "h200", "--batch", "8").stdout.split())
+    assert words.count("if rows choose experts evenly") == 2
 
 
 def test_machine_rates_are_real() -> None:

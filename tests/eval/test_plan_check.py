@@ -50,10 +50,25 @@ def test_table(tiny: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
         assert row["speedup"] == (1 if row["drafter"] == "none" else pytest.approx(row["speedup"]))
         assert row["acceptance_length"] >= 1
     plan_check.show(result)
-    assert "1000.0 GB/s read, 10000 GFLOP/s" in capsys.readouterr().out
-    page = plan_check.markdown(result).splitlines()
+    machine = "1000.0 GB/s read and 10,000 GFLOP/s of square products in fp32, as measured in the same run on "
+    assert machine in capsys.readouterr().out.replace("\n", "")
+    result["provenance"]["argv"] = ["/x/plan_check.py", "repeats=1", "batches=[1, 2]", "output=/tmp/x.json"]
+    command, rates, table = plan_check.markdown(result).split("\n\n")
+    assert command == "```bash\npython -m specdec.eval.plan_check repeats=1 'batches=[1, 2]'\n```"
+    assert rates.startswith(machine)
+    assert rates.endswith(f" ({result['provenance']['num_threads']} threads):")
+    page = table.splitlines()
     assert len(page) == 6
     assert all(line.count("|") == 10 for line in page)
+
+
+def test_the_ttft_of_a_batch_is_that_of_packed_prompts(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two prompts of 12 tokens fit into one forward, which reads the weights once."""
+    slow = {"bandwidth_bytes_per_s": 1e6, "flops_per_s": {"fp32": 1e15}}
+    device = Device(name="this", title="slow memory", memory_bytes=10**10, source="a test", measured=True, **slow)
+    monkeypatch.setattr(plan_check, "this_device", lambda dtype: device)
+    one, two = plan_check.measure(config(tiny, "drafters=[none]"))["rows"]
+    assert one["ttft_floor_s"] < two["ttft_floor_s"] < 1.5 * one["ttft_floor_s"]
 
 
 def test_acceptance_is_found_from_the_length() -> None:
@@ -65,3 +80,6 @@ def test_bad_settings(tiny: Path) -> None:
         plan_check.measure(config(tiny, "drafters=[ngram]"))
     with pytest.raises(ConfigError, match="max_new_tokens=4"):
         plan_check.measure(config(tiny, "max_new_tokens=4"))
+    for words in ("repeats=0", "batches=[]", "prompt_tokens=[128,0]"):
+        with pytest.raises(ConfigError, match=words.partition("=")[0]):
+            plan_check.measure(config(tiny, words))

@@ -105,3 +105,33 @@ DEEPSEEK_V3 = {
     "tie_word_embeddings": False,
     "torch_dtype": "bfloat16",
 }
+QWEN3_30B_A3B = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "vocab_size": 151936,
+    "max_position_embeddings": 40960,
+    "tie_word_embeddings": False,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+# Small enough for figures by hand: 1,192 dense weights, 256 in the embedding and in the output matrix.
+TINY: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 32,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "torch_dtype": "float16",
+}

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from specdec.errors import ConfigError, ModelLoadError, SpecdecError, UnsupportedModelError
-from specdec.planner import DEVICES, Workload, custom_device, find_device, make_plan, read_model
+from specdec.planner import DEVICES, Device, Workload, custom_device, find_device, make_plan, read_model
 from specdec.planner.device import ALIASES
 from tests.planner import configs
 
@@ -21,7 +21,10 @@ H100 = find_device("h100")
     ("changes", "message"),
     [
         ({"hidden_size": None}, "its config has no hidden_size (nor n_embd"),
-        ({"num_hidden_layers": "32"}, "num_hidden_layers is '32' in its config; allowed: a whole number above 0"),
+        (
+            {"num_hidden_layers": "32"},
+            "num_hidden_layers is '32' in its config; allowed: a whole number from 1 to 10,000",
+        ),
         ({"num_attention_heads": 30, "num_key_value_heads": 30}, "no multiple of 30 heads"),
         ({"num_key_value_heads": 5}, "cannot share 5"),
         ({"vocab_size": 0}, "vocab_size is 0"),
@@ -46,7 +49,11 @@ def test_configs(changes: dict[str, Any], message: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"batch": 0}, "batch=0; allowed: a whole number from 1"),
+        ({"batch": 0}, "batch=0; allowed: a whole number from 1 to 1,000,000,000"),
+        ({"batch": 10**400}, "allowed: a whole number from 1 to 1,000,000,000"),
+        ({"context": 10**20}, "context=100000000000000000000; allowed: a whole number from 1 to 1,000,000,000"),
+        ({"cost_ratio": float("nan")}, "cost_ratio=nan; allowed: a number from 0"),
+        ({"cost_ratio": float("inf")}, "cost_ratio=inf"),
         ({"context": -1}, "context=-1"),
         ({"prefill_chunk_tokens": 0}, "prefill_chunk_tokens=0"),
         ({"acceptance": 1.1}, "acceptance=1.1; allowed: 0 to 1"),
@@ -68,11 +75,11 @@ def test_workloads(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"drafter": "eagle33"}, "did you mean 'eagle3'?"),
-        ({"drafter": "my.module:Mine"}, "needs its measured --cost-ratio"),
+        ({"drafter": "my.module:Mine"}, "give its measured --cost-ratio"),
         ({"drafter": "draft_model"}, "the draft model is missing"),
         ({"drafter": "early_exit", "drafter_options": {"num_layers": 33}}, "allowed: 1 to 32"),
         ({"drafter": "ngram", "drafter_options": {"longest": 3}}, "no option 'longest'"),
-        ({"drafter": "ngram", "cost_ratio": -1.0}, "cost ratio -1.0"),
+        ({"drafter": "ngram", "cost_ratio": -1.0}, "cost_ratio=-1.0"),
     ],
 )
 def test_drafters(options: dict[str, Any], message: str) -> None:
@@ -90,10 +97,29 @@ def test_devices() -> None:
         device = find_device(name)
         assert device.source
         assert device.flops_per_s["fp16"] >= device.flops_per_s["fp32"]
-    with pytest.raises(ConfigError, match="no dense rate in bf16; available: fp16, fp32"):
+    with pytest.raises(ConfigError, match=r"T4 has no dense rate in bf16; available: fp16, fp32.*as --flops"):
         make_plan(read_model(configs.LLAMA2_7B), find_device("t4"), Workload(dtype="bf16"))
-    with pytest.raises(ConfigError, match="bandwidth of 0"):
-        custom_device("fp16", memory_gb=80, bandwidth_gb_per_s=0, tflops=1)
+    assert {dtype for device in DEVICES.values() for dtype in device.flops_per_s} == {"fp16", "bf16", "fp32"}
+    with pytest.raises(ConfigError, match="'mine' has a bandwidth of nan"):
+        Device(name="mine", title="", memory_bytes=1, bandwidth_bytes_per_s=float("nan"), flops_per_s={}, source="")
+
+
+@pytest.mark.parametrize("value", [0, -1, float("nan"), float("inf"), 1e300, 1e-300])
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [("memory_gb", "memory"), ("bandwidth_gb_per_s", "bandwidth"), ("tflops", "rate in fp16")],
+)
+def test_figures_of_your_own_device(name: str, what: str, value: float) -> None:
+    flag, unit = {
+        "memory_gb": ("--memory", "GB"),
+        "bandwidth_gb_per_s": ("--bandwidth", "GB/s"),
+        "tflops": ("--flops", "TFLOP/s"),
+    }[name]
+    figures = {"memory_gb": 80.0, "bandwidth_gb_per_s": 1000.0, "tflops": 100.0, name: value}
+    with pytest.raises(ConfigError) as caught:
+        custom_device("fp16", **figures)
+    said = f"has a {what} of {value:g} {unit} ({flag}); allowed: 0.000001 to 1,000,000,000 {unit}"
+    assert said in str(caught.value)
 
 
 def test_a_context_beyond_the_models_positions_warns() -> None:
@@ -134,7 +160,9 @@ def write_safetensors(path: Path, tensors: dict[str, list[int]]) -> None:
 
 def test_files_at_hand_are_counted(tmp_path: Path) -> None:
     """Of an unknown model type by the names of its tensors, whose header is all that is read."""
-    (tmp_path / "config.json").write_text(json.dumps(configs.LLAMA2_7B | {"model_type": "no_such_type"}))
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    fields = configs.LLAMA2_7B | {"model_type": "no_such_type"} | experts
+    (tmp_path / "config.json").write_text(json.dumps(fields))
     tensors = {"model.embed_tokens.weight": [10, 4], "lm_head.weight": [10, 4], "model.layers.0.q.weight": [4, 4]}
     write_safetensors(tmp_path / "model-1.safetensors", {**tensors, "model.layers.0.mlp.experts.3.w1.weight": [6, 4]})
     weights = read_model(tmp_path).weights
@@ -167,5 +195,5 @@ def test_the_built_in_model() -> None:
     model = read_model("smollm2")
     assert model.weights.total == 134_515_008  # as on its card
     assert model.stored is not None
-    assert sum(count for _, count in model.stored.parameters) == model.weights.total
+    assert sum(tensor.count for tensor in model.stored.tensors) == model.weights.total
     assert (model.shape.attention, model.shape.num_kv_heads, model.shape.tied) == ("GQA", 3, True)

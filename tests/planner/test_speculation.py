@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -40,7 +38,7 @@ def test_a_drafter_that_costs_as_much_as_the_target_never_pays() -> None:
     spec = Speculation(1.0, verify=lambda batch, k: 1.0, draft=lambda batch, k: float(k))
     assert not spec.pays(1)
     assert spec.break_even(1) is None
-    assert spec.paying_batches() is None
+    assert spec.paying_batches() == []
 
 
 def test_break_even_is_the_edge() -> None:
@@ -55,27 +53,63 @@ def test_break_even_is_the_edge() -> None:
 def test_batch_crossover_is_where_arithmetic_begins_to_bound() -> None:
     """Up to 10 rows a forward costs the same, then as many tenths: a batch of b has room for 10 - b drafts."""
     spec = Speculation(0.5, verify=lambda b, k: max(1.0, b * (k + 1) / 10), draft=lambda b, k: 0.0)
-    assert spec.paying_batches() == (1, 7)  # at b = 7: 1.5 tokens for 14 rows, 1.5 / 1.4 > 1; at 8, 1.5 / 1.6
+    assert spec.paying_batches() == [(1, 7)]  # at b = 7: 1.5 tokens for 14 rows, 1.5 / 1.4 > 1; at 8, 1.5 / 1.6
+    assert spec.paying_batches(most=5) == [(1, 5)]
     assert not spec.pays(8)
     assert spec.best(1).num_draft_tokens == 9
 
 
+@pytest.mark.parametrize(
+    "wanted",
+    [[(3, 3)], [(1, 1), (10, 4096)], [(9, 57)], [(200, 900), (1500, 1777)], [(1, 128), (135, 4000)], [(4096, 4096)]],
+)
+def test_every_range_of_batches_is_found(wanted: list[tuple[int, int]]) -> None:
+    """Small and large batches may differ from what lies between: each edge is looked for on its own."""
+
+    def verify(batch: int, drafts: int) -> float:
+        return 1.0 if not drafts or any(first <= batch <= last for first, last in wanted) else 9.0
+
+    spec = Speculation(0.5, verify=verify, draft=lambda b, k: 0.0)
+    assert spec.paying_batches() == wanted
+    assert all(spec.pays(first) and spec.pays(last) for first, last in wanted)
+
+
+def test_a_batch_that_is_asked_for_is_looked_at() -> None:
+    spec = Speculation(0.5, verify=lambda b, k: 1.0 if b == 3001 or not k else 9.0, draft=lambda b, k: 0.0)
+    assert spec.paying_batches() == []
+    assert spec.paying_batches(also=(3001, 5000)) == [(3001, 3001)]
+
+
+def test_experts_may_make_drafting_pay_only_beyond_a_batch() -> None:
+    """Qwen3-30B-A3B: few rows wake new experts, many find them awake."""
+    spec = plan(configs.QWEN3_30B_A3B, context=2048, drafter="eagle3", acceptance=0.5).speculation
+    assert spec.paying_batches(most=256) == [(9, 256)]
+    assert [batch for batch in range(1, 257) if spec.pays(batch)] == list(range(9, 257))
+
+
 def test_crossover_on_an_h100() -> None:
     found = plan(context=128, drafter="ngram", acceptance=0.6)
-    batches = found.speculation.paying_batches()
-    assert batches is not None
-    first, last = batches
+    ((first, last),) = found.speculation.paying_batches()
     assert first == 1
-    assert last is not None
     # Rows of a step at the balance point are compute-bound: near it drafting stops paying.
-    assert 100 < last < 300
+    assert 100 < last < 350
     assert found.speculation.pays(last)
     assert not found.speculation.pays(last + 1)
 
 
 def test_long_contexts_leave_room_for_drafts() -> None:
     """Reading keys and values costs the same for one row and for several: speculation pays at any batch."""
-    assert plan(context=131072, drafter="ngram", acceptance=0.6).speculation.paying_batches() == (1, None)
+    assert plan(context=131072, drafter="ngram", acceptance=0.6).speculation.paying_batches() == [(1, 4096)]
+
+
+def test_batches_end_where_memory_does() -> None:
+    found = plan(context=131072, drafter="ngram", acceptance=0.6)
+    most = found.memory["max_batch"]
+    assert found.to_dict()["speculation"]["pays_at_batches"] == [[1, most]]
+    assert found.to_dict()["speculation"]["tried_up_to_batch"] == most < 10
+    none = plan(configs.LLAMA2_70B, device="l4", context=131072, drafter="ngram", acceptance=0.6).to_dict()
+    assert none["memory"]["max_batch"] == 0
+    assert none["speculation"]["tried_up_to_batch"] == 4096
 
 
 def test_drafts_wake_experts() -> None:
@@ -124,14 +158,19 @@ def test_a_measured_ratio_takes_the_place_of_the_computed() -> None:
     assert own["best"] == found["best"]
 
 
-def test_a_trained_heads_folder_is_its_drafter(tmp_path: Path) -> None:
-    for fields, kind in (
-        ({"kind": "eagle", "head": {"generation": 3}}, "eagle3"),
-        ({"kind": "medusa"}, "medusa"),
-        ({"architectures": ["LlamaForCausalLMEagle3"]}, "eagle3"),
-        ({"medusa_num_heads": 3}, "medusa"),
-    ):
-        (tmp_path / "config.json").write_text(json.dumps(fields))
-        assert plan(drafter=str(tmp_path)).drafter.name == kind
-    (tmp_path / "config.json").write_text(json.dumps(configs.LLAMA32_1B))
-    assert plan(drafter=str(tmp_path)).drafter.name == "draft_model"
+def test_acceptance_and_ratio_without_a_drafter_warn() -> None:
+    def said(**load: Any) -> str:
+        return " ".join(plan(**load).warnings)
+
+    assert "--acceptance has no effect without a drafter" in said(acceptance=0.7)
+    assert "--cost-ratio has no effect" in said(cost_ratio=0.1)
+    assert "--acceptance and --cost-ratio have no effect" in said(acceptance=0.7, cost_ratio=0.1)
+    assert not said()
+    assert not said(drafter="ngram", acceptance=0.7, cost_ratio=0.1)
+
+
+def test_an_acceptance_that_was_not_given_is_said_to_be_a_guess() -> None:
+    found = plan(drafter="ngram")
+    assert found.to_dict()["workload"]["acceptance"] == found.speculation.acceptance == 0.7
+    assert any("a guess" in text for text in found.assumptions)
+    assert not any("a guess" in text for text in plan(drafter="ngram", acceptance=0.7).assumptions)

@@ -9,7 +9,7 @@ import pytest
 from specdec.models.sizes import named_parameters
 from specdec.planner import read_model
 from specdec.planner.weights import count_by_formula, count_by_name, counted_families
-from tests.models.architectures import SUPPORTED, Architecture
+from tests.models.architectures import SUPPORTED, Architecture, named
 from tests.planner import configs
 
 # What the models' papers and cards say, in billions.
@@ -51,7 +51,12 @@ def fields_of(architecture: Architecture) -> dict[str, Any]:
     return fields
 
 
-COUNTED = [a for a in SUPPORTED if a.model_type in counted_families()]
+DEEPSEEK = named("deepseek_v3").options
+COUNTED = [
+    *(a for a in SUPPORTED if a.model_type in counted_families()),
+    Architecture("deepseek_v2", "deepseek_v2", DEEPSEEK),
+    Architecture("deepseek_v2_lite", "deepseek_v2", {**DEEPSEEK, "q_lora_rank": None, "attention_bias": True}),
+]
 
 
 @pytest.mark.parametrize("architecture", COUNTED, ids=str)
@@ -65,8 +70,7 @@ def test_formulas_are_transformers_counts(architecture: Architecture) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    compared = {a.model_type for a in COUNTED}
-    assert compared | {"deepseek_v2"} == set(counted_families())
+    assert {a.model_type for a in COUNTED} == set(counted_families())
 
 
 def test_tied_weights_and_biases() -> None:
@@ -88,3 +92,33 @@ def test_other_types_are_counted_by_transformers(name: str) -> None:
     assert "transformers" in model.weights.source
     assert model.weights.total == sum(count for _, count in named_parameters(fields))
     assert (model.weights.experts > 0) == (model.shape.experts is not None)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_whole_config_says_whether_the_output_matrix_of_its_text_part_is_tied(tied: bool) -> None:
+    text = {key: value for key, value in named("llama4").options.items() if key != "tie_word_embeddings"}
+    fields = {"model_type": "llama4", "tie_word_embeddings": tied, "text_config": {**text, "model_type": "llama4_text"}}
+    weights = read_model(fields).weights
+    assert (weights.head == 0) == tied
+    assert weights.total == sum(count for _, count in named_parameters(fields))
+
+
+def test_parts_are_told_apart_by_name() -> None:
+    names = {
+        "model.layers.0.block_sparse_moe.input_linear.weight": 1,  # Granite's experts
+        "model.layers.0.shared_mlp.input_linear.weight": 10,
+        "model.layers.0.mlp.experts.3.down_proj.weight": 100,
+        "model.layers.0.mlp.experts.router.weight": 1000,
+        "model.layers.0.mlp.shared_experts.up_proj.weight": 10_000,
+    }
+    weights = count_by_name(names.items(), "")
+    assert (weights.experts, weights.dense) == (101, 11_010)
+
+
+def test_experts_that_are_no_choice_are_dense() -> None:
+    """One expert that every token takes, and fields of experts that the class does not use."""
+    hunyuan = {"model_type": "hunyuan_v1_moe", "num_experts": 1, "moe_topk": 1, "head_dim": 8}
+    model = read_model({**named("llama").options, **hunyuan})
+    assert (model.shape.experts, model.weights.experts, model.num_active) == (None, 0, model.weights.total)
+    doge = {"model_type": "doge", "is_moe": False, "num_experts": 16, "num_experts_per_tok": 2}
+    assert read_model({**named("llama").options, **doge}).shape.experts is None
