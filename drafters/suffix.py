@@ -73,6 +73,7 @@ class SuffixDrafter:
         self._own: dict[int, SuffixTree] = {}
         self._num_prompt: dict[int, int] = {}  # request -> prompt tokens, once the first new token is known
         self._cursors: dict[int, Cursor] = {}
+        self.remembers = share
         self._cache = _build_cache(max_depth, share, max_cached_tokens)
 
     @classmethod

@@ -31,6 +31,7 @@ class TokenRecyclingDrafter:
     max_position: int | None = None
     shares_target_kv = False
     samples = False
+    remembers = True
 
     def __init__(self, vocab_size: int, tree: StaticTree | None, top_k: int = 8) -> None:
         self.features = FeatureSpec(top_k=top_k)

@@ -26,7 +26,7 @@ from specdec.errors import ConfigError
 from specdec.eval.answers import Answer, answer, summarise
 from specdec.eval.entry import run_and_write
 from specdec.eval.llm_options import llm_options
-from specdec.eval.lossless import first_divergence
+from specdec.eval.lossless import compare_answers, only_near_ties
 from specdec.eval.prompts import Prompt, encode, load_prompts, stratify
 from specdec.interfaces import SamplingParams
 from specdec.provenance import provenance
@@ -59,7 +59,9 @@ def measure(config: Any) -> dict[str, Any]:
             engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
             plain = LLM(llm.model, tokenizer=llm.tokenizer, **engine)
             expected = _run(plain, prompts, config.batch_size, options, advance)
-            check = _compare(llm, prompts, expected, answers, config.near_tie)
+            undrafted, drafted = ([answer.token_ids for answer in of] for of in (expected, answers))
+            near_tie = near_tie_limit(llm.model.dtype, config.near_tie)
+            check = compare_answers(llm, prompts, undrafted, drafted, near_tie)
     categories = dict.fromkeys(p.category for p, _ in chosen)
     return {
         "config": OmegaConf.to_container(config, resolve=True),
@@ -125,22 +127,6 @@ def _run(
         answers += answer(llm, start, batch, **options)
         advance(len(batch))
     return answers
-
-
-def _compare(
-    llm: LLM, prompts: Sequence[list[int]], expected: Sequence[Answer], got: Sequence[Answer], near_tie: float | None
-) -> dict[str, Any]:
-    """Return how many greedy answers are the undrafted run's, and where the others part."""
-    limit = near_tie_limit(llm.model.dtype, near_tie)
-    parted: list[dict[str, Any]] = []
-    for prompt, a, b in zip(prompts, expected, got, strict=True):
-        found = first_divergence(llm, a.prompt, prompt, a.token_ids, b.token_ids, limit)
-        if found is not None:
-            parted.append(asdict(found))
-        elif len(a.token_ids) != len(b.token_ids):
-            position = min(len(a.token_ids), len(b.token_ids))
-            parted.append({"prompt": a.prompt, "position": position, "gap": None, "is_near_tie": False})
-    return {"equal": len(prompts) - len(parted), "of": len(prompts), "parted": parted}
 
 
 def _number(value: float | None, form: str = ".3f") -> str:
@@ -216,7 +202,7 @@ def _show_check(result: dict[str, Any]) -> bool:
         console.print(
             f"prompt {name} at token {d['position']}: {kind}, gap {_number(d['gap'], '.1e')}", highlight=False
         )
-    return not result["lossless"] or all(d["is_near_tie"] for d in check["parted"])
+    return not result["lossless"] or only_near_ties(check)
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="acceptance")

@@ -2,12 +2,15 @@
 
 python -m specdec.eval.batching
 
-All three give the same number of tokens to the same prompts; within a repeat transformers runs first.
+All three give the same number of tokens to the same prompts; within a repeat transformers runs first. Exit code 0 =
+measured, and the ids of those that ran together are those of one by one but for near-ties, 1 = they are not, 2 = bad
+input. What batching is worth depends on the machine, and is printed.
 """
 
 from __future__ import annotations
 
 import logging
+import sys
 import time
 from collections.abc import Callable, Sequence
 from statistics import median
@@ -21,11 +24,11 @@ from rich.table import Table
 from transformers import GenerationConfig
 
 from specdec.api import LLM
-from specdec.debug.near_tie import first_difference, near_tie_limit
+from specdec.debug.near_tie import near_tie_limit
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.llm_options import llm_options
-from specdec.eval.lossless import first_divergence
+from specdec.eval.lossless import compare_answers, num_near_ties, only_near_ties
 from specdec.eval.prompts import encode, load_texts
 from specdec.provenance import provenance
 
@@ -60,13 +63,22 @@ def measure(config: Any) -> dict[str, Any]:
     finally:
         if peer is not None:
             peer.close()
+    lengths = {len(ids) for name in (TOGETHER, ALONE) for ids in answers[name]}
+    if lengths != {config.max_new_tokens}:
+        raise ConfigError(
+            f"max_new_tokens={config.max_new_tokens}, and answers have {sorted(lengths)} tokens: the model's context "
+            "ends before; lower max_new_tokens"
+        )
+    near_tie = near_tie_limit(llm.model.dtype, config.near_tie)
     return {
         "config": OmegaConf.to_container(config, resolve=True),
         "provenance": provenance(),
         "drafter": config.drafter.name,
         "excuses": excuses,
         **compare(times, config.num_requests * config.max_new_tokens),
-        "identity": {name: _identity(llm, prompts, answers[ALONE], got, config) for name, got in answers.items()},
+        "identity": {
+            name: compare_answers(llm, prompts, answers[ALONE], got, near_tie) for name, got in answers.items()
+        },
     }
 
 
@@ -143,17 +155,8 @@ class _GenerateBatch:
         self._model.destroy_cached_continuous_batching_manager()
 
 
-def _identity(llm: LLM, prompts: Sequence[list[int]], expected: Answers, got: Answers, config: Any) -> dict[str, Any]:
-    """Return how many answers are the solo run's, and at how many of the others a near-tie decided."""
-    near_tie = near_tie_limit(llm.model.dtype, None)
-    parted = [i for i, ids in enumerate(got) if first_difference(expected[i], ids) is not None]
-    found = [first_divergence(llm, i, prompts[i], expected[i], got[i], near_tie) for i in parted]
-    ties = sum(d is not None and d.is_near_tie for d in found)
-    return {"equal": len(got) - len(parted), "of": len(got), "near_ties": ties, "parted": parted}
-
-
-def show(result: dict[str, Any]) -> None:
-    """Print the table and the verdict."""
+def show(result: dict[str, Any]) -> bool:
+    """Print the table and the verdicts; return whether those that ran together got the ids of one by one."""
     config = result["config"]
     table = Table(
         title=f"{config['num_requests']} requests of {config['max_new_tokens']} tokens; drafter {result['drafter']}, "
@@ -165,7 +168,7 @@ def show(result: dict[str, Any]) -> None:
         ratio = result["speedup_over"].get(name)
         same = result["identity"][name]
         shown = "" if ratio is None else f"{ratio:.2f}x"
-        table.add_row(name, f"{rate:,.1f}", shown, f"{same['equal']}/{same['of']}", str(same["near_ties"]))
+        table.add_row(name, f"{rate:,.1f}", shown, f"{same['equal']}/{same['of']}", str(num_near_ties(same)))
     console.print(table)
     for name, why in result["excuses"].items():
         console.print(f"{name} did not run here: {why}", highlight=False)
@@ -173,12 +176,15 @@ def show(result: dict[str, Any]) -> None:
         f"to be worth it: {OVER_ONE_BY_ONE:g}x over one by one, {OVER_TRANSFORMERS:g}x over transformers",
         highlight=False,
     )
+    same = only_near_ties(result["identity"][TOGETHER])
+    console.print(f"answers together are {'' if same else 'NOT '}those of one by one, near-ties aside", highlight=False)
+    return same
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="batching")
 def main(config: DictConfig) -> None:
-    """Measure, print and write."""
-    run_and_write(config, "batching", measure, show)
+    """Measure, print, write; the exit code says whether answers are the same."""
+    sys.exit(0 if run_and_write(config, "batching", measure, show) else 1)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,8 @@
 python -m specdec.eval.chunked_prefill
 
 Some requests decode; then a long prompt arrives. Per chunk size: the longest gap between two emissions of the running
-ones while it is prefilled, and its own TTFT.
+ones while it is prefilled, and its own TTFT. Exit code 0 = measured, 2 = bad input; which sizes are worth it depends on
+the machine, and is printed. No answers are compared: `specdec.eval.batching` and the tests do that.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from specdec import Engine
+from specdec import Engine, Piece
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.llm_options import llm_options
@@ -27,9 +28,9 @@ from specdec.eval.prompts import encode, load_texts, long_prompt
 from specdec.provenance import provenance
 
 console = Console()
-# What the trade must be worth at one size at least: see `verdict`.
+# What the trade must be worth at one size at least: see `compare`.
 GAP_CUT, TTFT_COST = 3.0, 0.25
-_PLENTY = 1024  # tokens: no running request ends meanwhile
+_PLENTY = 1024  # tokens: no running request is to end meanwhile
 
 
 def measure(config: Any) -> dict[str, Any]:
@@ -100,6 +101,9 @@ def disturb(
         num_running: how many decode.
         prompt_tokens: of the long one.
         number: the long prompt begins with that prompt.
+
+    Raises:
+        ConfigError: a running one ended before the long prompt's first token, so that nobody waited for it.
     """
     running = [
         engine.add_request(prompts[i % len(prompts)], max_new_tokens=_PLENTY, ignore_eos=True)
@@ -108,14 +112,14 @@ def disturb(
     last: dict[int, float] = {}
     counts = dict.fromkeys(running, 0)
     while min(counts.values()) < 8:  # all of them are in the middle of their answers
-        for piece in engine.step():
+        for piece in _going_on(engine.step(), running):
             counts[piece.index] += len(piece.token_ids)
             last[piece.index] = time.perf_counter()
     start = time.perf_counter()
     late = engine.add_request(long_prompt(prompts, prompt_tokens, number), max_new_tokens=2, ignore_eos=True)
     longest, ttft = 0.0, None
     while ttft is None:
-        pieces = engine.step()
+        pieces = _going_on(engine.step(), running)
         now = time.perf_counter()
         for piece in pieces:
             if piece.index == late:
@@ -128,8 +132,19 @@ def disturb(
     return longest, ttft
 
 
-def show(result: dict[str, Any]) -> bool:
-    """Print the table and the verdict; return whether a chunk size is worth it."""
+def _going_on(pieces: list[Piece], running: Sequence[int]) -> list[Piece]:
+    for piece in pieces:
+        if piece.index in running and piece.completion is not None:
+            raise ConfigError(
+                f"a running request ended after {len(piece.completion.token_ids)} tokens ({piece.finish_reason}), "
+                "before the long prompt had its first, so that there was no gap to measure; lower prompt_tokens, or "
+                f"take a target with room for {_PLENTY} new tokens"
+            )
+    return pieces
+
+
+def show(result: dict[str, Any]) -> None:
+    """Print the table and which sizes are worth it."""
     config = result["config"]
     table = Table(
         title=f"{config['num_running']} requests decode, a prompt of {config['prompt_tokens']:,} tokens arrives; "
@@ -151,7 +166,6 @@ def show(result: dict[str, Any]) -> bool:
         f"gap of the running ones cut at least {GAP_CUT:g}x at under {TTFT_COST:.0%} more TTFT: {worth}",
         highlight=False,
     )
-    return bool(result["worth_it"])
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="chunked_prefill")

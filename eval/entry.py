@@ -25,7 +25,9 @@ def run_and_write(
     show: Callable[[Measured], Any],
     markdown: Callable[[Measured], str] | None = None,
 ) -> Any:
-    """Measure what a config describes, print it and write `name`.json; return what `show` returns.
+    """Measure what a config describes, print it and write `name`.json, even if it cannot be printed.
+
+    Returns what `show` does.
 
     Ends the process with status 2 on what the user can change.
 
@@ -43,10 +45,12 @@ def run_and_write(
     except SpecdecError as error:
         Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
         sys.exit(2)
-    shown = show(result)  # first: a result that cannot be written is still seen
-    path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / f"{name}.json")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(result, indent=1))
+    try:
+        shown = show(result)  # first: a result that cannot be written is still seen
+    finally:
+        path = Path(config.output or Path(HydraConfig.get().runtime.output_dir) / f"{name}.json")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(result, indent=1))
     if markdown is not None:
         path.with_suffix(".md").write_text(markdown(result))
     Console().print(f"written to {path}", highlight=False)

@@ -1,4 +1,4 @@
-"""Is the output on this device the target's own: greedy ids, attention kernels, paging, quantised KV."""
+"""Is the output on this device the target's own: greedy ids, paging, quantised KV."""
 
 from __future__ import annotations
 
@@ -7,19 +7,18 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from specdec.api import LLM
 from specdec.debug.near_tie import behind, first_difference, near_tie_limit
-from specdec.eval.gpu_rig import Rig, parse_half
-from specdec.eval.gpu_sections import Check, Finding, NotHere
-from specdec.eval.lossless import check_drafter
+from specdec.eval.gpu_attention import scores_of
+from specdec.eval.gpu_rig import CHUNK_TOKENS, Rig, parse_half
+from specdec.eval.gpu_sections import Check, Finding
+from specdec.eval.lossless import check_drafter, compare_answers, only_near_ties
 
-_CHUNK = 128  # prompts of more tokens are prefilled in chunks
 # A value next to the border of two codes is stored as either, so quantised KV turns rounding into steps.
 _TIES = {"int8": torch.float16, "int4": torch.bfloat16}
-# How much further from float32 the kernel may be than torch's attention, as flash-attn's own tests allow.
-_TIMES, _SHARE = 2.0, 1e-3
+
+_REQUEST_ID = -5  # of no request: it takes memory away
 
 
 def float32_checks(rig: Rig) -> Iterator[Check]:
@@ -38,12 +37,6 @@ def half_checks(rig: Rig) -> Iterator[Check]:
             yield f"{drafter} in {name}", partial(_greedy, rig, dtype, drafter)
 
 
-def attention_checks(rig: Rig) -> Iterator[Check]:
-    """Yield the comparisons of flash-attn's logits with those of torch's attention."""
-    for name in rig.config.half_dtypes:
-        yield f"flash-attn in {name}", partial(_flash, rig, parse_half(name))
-
-
 def kv_checks(rig: Rig) -> Iterator[Check]:
     """Yield the comparisons of drafting with no drafting over quantised KV."""
     for name in _TIES:
@@ -51,14 +44,14 @@ def kv_checks(rig: Rig) -> Iterator[Check]:
 
 
 def _greedy(rig: Rig, dtype: torch.dtype, drafter: str, **options: Any) -> Finding:
-    llm = rig.llm(dtype, drafter, prefill_chunk_tokens=_CHUNK, **options)
+    llm = rig.llm(dtype, drafter, prefill_chunk_tokens=CHUNK_TOKENS, **options)
     return _compared(rig, dtype, llm, drafter, (1, len(rig.prompts)))
 
 
 def _compared(rig: Rig, dtype: torch.dtype, llm: LLM, drafter: str, sizes: tuple[int, ...]) -> Finding:
-    """Return whether an LLM's answers are transformers', in batches of these sizes."""
+    """Return whether an LLM's answers are transformers', in batches of these sizes, and drafts came before them."""
     checks = [check_drafter(llm, drafter, n, rig.prompts, rig.expected(dtype), rig.rules) for n in sizes]
-    stats = llm.engine.stats
+    stats, num_drafted = llm.engine.stats, sum(c["num_draft_tokens"] for c in checks)
     parted = [
         f"prompt {d['prompt']} at {d['position']} (gaps {d['gap']:.1e}, {d['engine_gap']:.1e})"
         for check in checks
@@ -66,13 +59,15 @@ def _compared(rig: Rig, dtype: torch.dtype, llm: LLM, drafter: str, sizes: tuple
     ]
     same = ", ".join(f"{c['identical']}/{c['num_prompts']} in batches of {c['batch_size']}" for c in checks)
     detail = f"identical: {same}" + "".join(f"; {p}" for p in parted)
+    if drafter != "none":
+        detail += f"; {num_drafted} tokens drafted"
     values = {"checks": checks, "num_cached": stats.num_cached_tokens, "num_preemptions": stats.num_preemptions}
-    return Finding(all(c["lossless"] for c in checks), detail, values)
+    return Finding(all(c["lossless"] for c in checks) and (num_drafted > 0 or drafter == "none"), detail, values)
 
 
 def _prefixes(rig: Rig) -> Finding:
     """Answer the prompts twice; the second time their blocks are known."""
-    llm = rig.llm(torch.float32, "ngram", prefill_chunk_tokens=_CHUNK, prefix_caching=True)
+    llm = rig.llm(torch.float32, "ngram", prefill_chunk_tokens=CHUNK_TOKENS, prefix_caching=True)
     everything = (len(rig.prompts),) * 2
     found = _compared(rig, torch.float32, llm, "ngram", everything)
     hits = llm.engine.stats.num_cached_tokens
@@ -80,74 +75,60 @@ def _prefixes(rig: Rig) -> Finding:
 
 
 def _preempted(rig: Rig) -> Finding:
-    """Answer the prompts in KV memory that holds only one of the long ones and a little more."""
-    most = max(map(len, rig.prompts)) + rig.config.max_new_tokens
+    """Answer the prompts together; when all have begun, memory is gone until one of them was preempted for it.
+
+    Somebody else takes it: how much the engine keeps free for those that run is its own business.
+    """
+    num_tokens, tokens = rig.config.max_new_tokens, sum(map(len, rig.prompts))
     per_token = rig.llm(torch.float32).engine.target.cache.bytes_per_token
-    llm = rig.llm(torch.float32, prefill_chunk_tokens=_CHUNK, kv_memory_bytes=int(1.25 * most) * per_token)
-    found = _compared(rig, torch.float32, llm, "none", (len(rig.prompts),))
-    return Finding(found.good, f"{found.detail}; {llm.engine.stats.num_preemptions} preemptions", found.values)
-
-
-class _Scores:
-    """A logits processor that changes nothing and keeps the logits [V] after each token path."""
-
-    def __init__(self) -> None:
-        self.after: dict[tuple[int, ...], Tensor] = {}
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.after[tuple(input_ids[0].tolist())] = scores[0].double().cpu()
-        return scores
-
-
-def _scores(llm: LLM, prompts: list[list[int]], num_tokens: int) -> dict[tuple[int, ...], Tensor]:
-    kept = _Scores()
-    llm.generate(prompts, max_new_tokens=num_tokens, ignore_eos=True, logits_processor=[kept])
-    return kept.after
-
-
-def _flash(rig: Rig, dtype: torch.dtype) -> Finding:
-    """Compare logits of prefill, chunks, plain decoding and chains with both attentions, and both with float32."""
-    flash = rig.llm(dtype, prefill_chunk_tokens=_CHUNK)
-    backend = flash.engine.target.cache.backend
-    if backend is None:
-        raise NotHere("flash-attn does not run here; the lines 'attention' say why")
-    chains = rig.llm(dtype, "ngram", prefill_chunk_tokens=_CHUNK)
-    sdpa = rig.llm(dtype, prefill_chunk_tokens=_CHUNK, attention="sdpa")
-    before = backend.num_calls
-    ours = {**_scores(chains, rig.prompts, 6), **_scores(flash, rig.prompts, 6)}
-    calls = backend.num_calls - before
-    theirs = _scores(sdpa, rig.prompts, 6)
-    common = [path for path in ours if path in theirs]
-    exact = _scores(rig.llm(torch.float32), [list(path) for path in common], 1)
-    largest = max(float(exact[p].abs().max()) for p in common)
-    off = {
-        name: max(float((scores[p] - exact[p]).abs().max()) for p in common) / largest
-        for name, scores in (("flash-attn", ours), ("SDPA", theirs))
-    }
-    good = calls > 0 and off["flash-attn"] <= _TIMES * off["SDPA"] + _SHARE
-    detail = f"off from float32 by {off['flash-attn']:.2e} of the largest logit, SDPA by {off['SDPA']:.2e}"
-    return Finding(good, f"{detail}; {len(common)} rows, {calls} calls", {**off, "num_calls": calls})
+    memory = (tokens + len(rig.prompts) * (num_tokens + 1)) * per_token
+    # Blocks of one token, so that everybody's next token needs one.
+    options: dict[str, Any] = {"kv_block_tokens": 1, "kv_memory_bytes": memory, "max_draft_tokens": 0}
+    llm = rig.llm(torch.float32, prefill_chunk_tokens=CHUNK_TOKENS, **options)
+    cache, stats = llm.engine.target.cache, llm.engine.stats
+    begun: set[int] = set()
+    got: dict[int, list[int]] = {}
+    for piece in llm.stream(rig.prompts, max_new_tokens=num_tokens, ignore_eos=True):
+        begun.add(piece.index)
+        if piece.completion is not None:
+            got[piece.index] = piece.completion.token_ids
+        is_taken = cache.is_open(_REQUEST_ID)
+        if not is_taken and not stats.num_preemptions and len(begun) == len(rig.prompts) and not got:
+            num_free = int(cache.usage()["num_free"])
+            cache.open(_REQUEST_ID, num_free)
+            cache.reserve(_REQUEST_ID, num_free)
+        elif is_taken and (stats.num_preemptions or got):
+            cache.release(_REQUEST_ID)
+    answers = [got[i] for i in range(len(rig.prompts))]
+    near_tie = near_tie_limit(torch.float32)
+    found = compare_answers(llm, rig.prompts, rig.expected(torch.float32), answers, near_tie)
+    most = rig.rules.near_ties_per_prompt * len(rig.prompts)
+    good = only_near_ties(found) and len(found["parted"]) <= most and stats.num_preemptions > 0
+    detail = f"identical: {found['equal']}/{found['of']}; {stats.num_preemptions} preemptions"
+    return Finding(good, detail, {"check": found, "num_preemptions": stats.num_preemptions})
 
 
 def _quantised(rig: Rig, kv_dtype: str) -> Finding:
     """Compare drafted answers with undrafted ones over the same quantised KV."""
-    options: dict[str, Any] = {"prefill_chunk_tokens": _CHUNK, "kv_dtype": kv_dtype}
+    options: dict[str, Any] = {"prefill_chunk_tokens": CHUNK_TOKENS, "kv_dtype": kv_dtype}
     plain, drafted = (rig.llm(torch.float32, name, **options) for name in ("none", "ngram"))
     both = [
-        [c.token_ids for c in llm.generate(rig.prompts, max_new_tokens=rig.config.max_new_tokens, ignore_eos=True)]
-        for llm in (plain, drafted)
+        llm.generate(rig.prompts, max_new_tokens=rig.config.max_new_tokens, ignore_eos=True) for llm in (plain, drafted)
     ]
+    num_drafted = sum(c.stats.num_draft_tokens for c in both[1])
     limit = near_tie_limit(_TIES[kv_dtype])
     parted = []
-    for prompt, expected, got in zip(rig.prompts, *both, strict=True):
+    for prompt, expected, got in zip(rig.prompts, *([c.token_ids for c in done] for done in both), strict=True):
         position = first_difference(expected, got)
         if position is not None:
             prefix = [*prompt, *expected[:position]]
-            scores = _scores(plain, [prefix], 1)[tuple(prefix)]
+            scores = scores_of(plain, [prefix], 1)[tuple(prefix)]
             parted.append(behind(scores, (expected[position], got[position])))
     exact = rig.llm(torch.float32).engine.target.cache.bytes_per_token
     share = plain.engine.target.cache.bytes_per_token / exact
-    detail = f"{len(rig.prompts) - len(parted)}/{len(rig.prompts)} equal the undrafted; {share:.3f} of the bytes"
+    same = f"{len(rig.prompts) - len(parted)}/{len(rig.prompts)} equal the undrafted"
+    detail = f"{same}; {num_drafted} tokens drafted; {share:.3f} of the bytes"
     if parted:
         detail += f"; parted by {max(parted):.1e} at most ({limit:g} is a near-tie)"
-    return Finding(all(p < limit for p in parted), detail, {"parted": parted, "bytes_share": share})
+    good = num_drafted > 0 and all(p < limit for p in parted)
+    return Finding(good, detail, {"parted": parted, "bytes_share": share, "num_drafted": num_drafted})

@@ -13,8 +13,11 @@ from specdec.errors import ConfigError, IncompatibleDrafterError, ModelLoadError
 from specdec.eval.gpu_sections import NotHere
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.timing import transformers_variant
+from specdec.interfaces import Drafter
 
 RANDOM = "random:"
+NO_FLASH = "flash-attn does not run here; the checks 'load: attention' say why"
+CHUNK_TOKENS = 128  # of the checks of exactness: prompts of more are prefilled in chunks
 _NUM_PROMPTS = 4
 _LONG_TOKENS = 300  # crosses a page of 256
 
@@ -64,12 +67,16 @@ class Rig:
         return random_model(self.name.removeprefix(RANDOM), dtype=self.dtype, device=self.device), None
 
     def of(self, dtype: torch.dtype) -> Any:
-        """Return the target in another dtype."""
+        """Return the target in another dtype, as loading it in that dtype would."""
         if dtype not in self._models:
-            self._models[dtype] = copy.deepcopy(self.model).to(dtype)
+            self._models[dtype] = _cast(self.model, dtype)
         return self._models[dtype]
 
-    def llm(self, dtype: torch.dtype, drafter: str = "none", **options: Any) -> LLM:
+    def exact(self, dtype: torch.dtype) -> LLM:
+        """Return an LLM that computes in float32 with the weights as `dtype` has rounded them."""
+        return LLM(_cast(self.of(dtype), torch.float32), tokenizer=self.tokenizer)
+
+    def llm(self, dtype: torch.dtype, drafter: str | Drafter = "none", **options: Any) -> LLM:
         """Return an LLM over the target.
 
         Raises:
@@ -93,6 +100,23 @@ class Rig:
         return SimpleNamespace(
             max_new_tokens=self.config.max_new_tokens, near_tie=None, near_ties_per_prompt=1 / len(self.prompts)
         )
+
+
+def _cast(model: Any, dtype: torch.dtype) -> Any:
+    """Return a copy of a model in `dtype`, but for the buffers that no checkpoint holds.
+
+    Those are computed in float32 in every dtype, rotary frequencies above all: `Module.to` would round them too.
+    """
+    cast = copy.deepcopy(model)
+    kept = [
+        (module, name, module._buffers[name])
+        for module in cast.modules()
+        for name in module._non_persistent_buffers_set
+    ]
+    cast.to(dtype)
+    for module, name, buffer in kept:
+        module._buffers[name] = buffer
+    return cast
 
 
 def parse_half(name: str) -> torch.dtype:

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-PASSED, FAILED, MEASURED, ABSENT, NOT_RUN = "passed", "FAILED", "measured", "not here", "NOT RUN"
+PASSED, FAILED, MEASURED, ABSENT = "passed", "FAILED", "measured", "not here"
+NOT_RUN, NOT_TIMED = "NOT RUN", "not timed"  # for want of time: something was demanded of it, or not
 
 
 class NotHere(Exception):
@@ -51,9 +52,16 @@ class Clock:
 
 
 def run_section(
-    name: str, checks: Iterable[Check], budget_s: float, clock: Clock, say: Callable[[str], object]
+    name: str,
+    checks: Iterable[Check],
+    budget_s: float,
+    clock: Clock,
+    say: Callable[[str], object],
+    late: str = NOT_RUN,
 ) -> list[Outcome]:
     """Run checks one after the other; those that would begin behind the budget or the clock's limit do not begin.
+
+    Whatever a check raises, and whatever making the next one raises, is an outcome.
 
     Args:
         name: of the section.
@@ -61,19 +69,31 @@ def run_section(
         budget_s: of the section.
         clock: of all sections.
         say: told each check's name before it begins.
+        late: the verdict of those that do not begin.
     """
     begin = time.perf_counter()
-    outcomes = []
-    for check, call in checks:
+    outcomes: list[Outcome] = []
+    remaining = iter(checks)
+    while True:
         start = time.perf_counter()
+        try:
+            check, call = next(remaining)
+        except StopIteration:
+            return outcomes
+        except Exception as error:
+            return [*outcomes, Outcome(name, "making its checks", FAILED, told(error), {}, 0.0)]
         if start - begin > budget_s or clock.left_s <= 0:
-            late = f"the section's {budget_s:.0f} s" if clock.left_s > 0 else f"all {clock.limit_s:.0f} s"
-            outcomes.append(Outcome(name, check, NOT_RUN, f"{late} were over", {}, 0.0))
+            over = f"the section's {budget_s:.0f} s" if clock.left_s > 0 else f"all {clock.limit_s:.0f} s"
+            outcomes.append(Outcome(name, check, late, f"{over} were over", {}, 0.0))
             continue
         say(f"{name}: {check}")
         found = _run(call)
         outcomes.append(Outcome(name, check, *found, time.perf_counter() - start))
-    return outcomes
+
+
+def told(error: Exception) -> str:
+    """Return an error's kind and text in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
 
 
 def _run(call: Callable[[], Finding]) -> tuple[str, str, dict[str, Any]]:
@@ -82,6 +102,6 @@ def _run(call: Callable[[], Finding]) -> tuple[str, str, dict[str, Any]]:
     except NotHere as reason:
         return ABSENT, str(reason), {}
     except Exception as error:  # whatever a kernel, a driver or a model raises is what this is looking for
-        return FAILED, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", {}
+        return FAILED, told(error), {}
     verdict = MEASURED if found.good is None else PASSED if found.good else FAILED
     return verdict, found.detail, found.values

@@ -11,34 +11,38 @@ from typing import Any
 import torch
 
 from specdec.api import LLM, measure_step_times
-from specdec.eval.gpu_rig import RANDOM, Rig, token_ids
+from specdec.eval.gpu_rig import NO_FLASH, RANDOM, Rig, token_ids
 from specdec.eval.gpu_sections import Check, Finding, NotHere
 from specdec.stats import EngineStats
 
 _ATTENTION = ("auto", "sdpa")
-_KV_DTYPES = (None, "int8", "int4")
+_KV_DTYPES = ("int8", "int4")  # KV as computed is what every other check decodes over
 
 
 def timing_checks(rig: Rig, dtype: torch.dtype) -> Iterator[Check]:
-    """Yield the measurements of a target in `dtype`."""
+    """Yield the measurements of a target in `dtype`, each of them once."""
     for attention in _ATTENTION:
         yield f"t(M), attention={attention}", partial(_step_times, rig, dtype, attention)
         yield f"prefill, attention={attention}", partial(_prefill, rig, dtype, attention)
     for drafter in rig.config.drafters:
-        yield f"decode, {drafter}", partial(_decode, rig, dtype, drafter, 1)
+        yield f"decode, {drafter}, one by one", partial(_decode, rig, dtype, drafter, 1)
     best = "eagle3" if not rig.name.startswith(RANDOM) else "ngram"
-    for size in rig.config.batch_sizes:
+    sizes = [size for size in rig.config.batch_sizes if size > 1]  # of 1: that is one by one
+    for size in sizes:
         for drafter in ("none", best):
             yield f"decode, {drafter}, batch {size}", partial(_decode, rig, dtype, drafter, size)
+    size = sizes[-1] if sizes else 1
     for kv_dtype in _KV_DTYPES:
-        size = rig.config.batch_sizes[-1]
-        yield f"decode, KV {kv_dtype or 'as computed'}", partial(_decode, rig, dtype, "none", size, kv_dtype=kv_dtype)
+        yield (
+            f"decode, none, batch {size}, KV {kv_dtype}",
+            partial(_decode, rig, dtype, "none", size, kv_dtype=kv_dtype),
+        )
 
 
 def _llm(rig: Rig, dtype: torch.dtype, drafter: str = "none", **options: Any) -> LLM:
     llm = rig.llm(dtype, drafter, **options)
     if options.get("attention") == "auto" and llm.engine.target.cache.backend is None:
-        raise NotHere("flash-attn does not run here; the lines 'attention' say why")
+        raise NotHere(NO_FLASH)
     return llm
 
 

@@ -2,7 +2,7 @@
 
     python -m specdec.eval.kv_error target=smollm2 kv_dtype=int8
 
-Exit code 0 = within `most_kl`, 1 = not, 2 = bad input.
+Exit code 0 = the mean KL divergence is within `most_kl`, or no such bound is given; 1 = it is not, 2 = bad input.
 """
 
 from __future__ import annotations
@@ -34,6 +34,8 @@ def measure(config: Any) -> dict[str, Any]:
     """Return mean and largest divergence over prompts and the exact model's own answers to them."""
     if not isinstance(config.max_new_tokens, int) or config.max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens!r}; allowed: an integer >= 1")
+    if config.kv_dtype is None:
+        raise ConfigError("kv_dtype=null is exact KV, which would be compared with itself; give int8 or int4")
     engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
     if "kv_dtype" in engine:
         raise ConfigError("engine.kv_dtype goes to both sides of the comparison; give kv_dtype alone")
@@ -89,7 +91,7 @@ def _compare(exact: Tensor, rough: Tensor) -> dict[str, Tensor]:
 
 
 def show(result: dict[str, Any]) -> bool:
-    """Print the figures; return whether the mean divergence is within its bound."""
+    """Print the figures and the verdict; return whether the mean divergence is within its bound, if there is one."""
     config = result["config"]
     table = Table(title=f"{config['kv_dtype']} KV against exact KV, {result['num_tokens']} tokens", show_header=False)
     for name, value in (
@@ -102,7 +104,12 @@ def show(result: dict[str, Any]) -> bool:
     ):
         table.add_row(name, value)
     console.print(table)
-    return config["most_kl"] is None or result["mean_kl"] <= config["most_kl"]
+    most = config["most_kl"]
+    if most is None:
+        return True
+    good = bool(result["mean_kl"] <= most)  # NaN is not
+    console.print(f"verdict: mean KL is {'' if good else 'NOT '}within {most:g}", highlight=False)
+    return good
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="kv_error")

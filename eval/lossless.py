@@ -88,6 +88,38 @@ def first_divergence(
     return Divergence(index, position, *tokens, top_gap(logits), probe.gap, behind(logits, tokens) < near_tie)
 
 
+def compare_answers(
+    llm: LLM, prompts: Sequence[Sequence[int]], expected: Sequence[list[int]], got: Sequence[list[int]], near_tie: float
+) -> dict[str, Any]:
+    """Return how many greedy answers are the expected ones, and where the others part, unequal lengths included.
+
+    Args:
+        llm: of the target, for its logits where answers part.
+        prompts: token ids.
+        expected: answers to them.
+        got: likewise.
+        near_tie: how close two logits must be to be one.
+    """
+    parted: list[dict[str, Any]] = []
+    for i, (prompt, a, b) in enumerate(zip(prompts, expected, got, strict=True)):
+        found = first_divergence(llm, i, prompt, a, b, near_tie)
+        if found is not None:
+            parted.append(asdict(found))
+        elif len(a) != len(b):
+            parted.append({"prompt": i, "position": min(len(a), len(b)), "gap": None, "is_near_tie": False})
+    return {"equal": len(prompts) - len(parted), "of": len(prompts), "parted": parted}
+
+
+def num_near_ties(found: dict[str, Any]) -> int:
+    """Return how many of the answers that `compare_answers` found part at a near-tie."""
+    return sum(d["is_near_tie"] for d in found["parted"])
+
+
+def only_near_ties(found: dict[str, Any]) -> bool:
+    """Tell whether near-ties explain all that `compare_answers` found."""
+    return num_near_ties(found) == len(found["parted"])
+
+
 def measure(config: Any) -> dict[str, Any]:
     """Compare every drafter at every batch size with transformers and return all divergences."""
     engine = OmegaConf.to_container(config.engine, resolve=True) or {}
@@ -139,11 +171,13 @@ def check_drafter(
     near_tie = near_tie_limit(dtype, config.near_tie)
     found: list[Divergence] = []
     unequal: list[dict[str, Any]] = []  # lengths that differ: the engine ends at the context limit
+    num_draft_tokens = 0
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         done = llm.generate(batch, max_new_tokens=config.max_new_tokens, ignore_eos=True)
         for i, completion in enumerate(done, start):
             got = completion.token_ids
+            num_draft_tokens += completion.stats.num_draft_tokens
             divergence = first_divergence(llm, i, prompts[i], expected[i], got, near_tie)
             if divergence is not None:
                 found.append(divergence)
@@ -159,6 +193,7 @@ def check_drafter(
         "num_prompts": len(prompts),
         "identical": len(prompts) - len(found),
         "lossless": good,
+        "num_draft_tokens": num_draft_tokens,
         "divergences": [asdict(d) for d in found],
         "unequal_lengths": unequal,
     }

@@ -129,6 +129,7 @@ def _kv(engine: Engine, run: Run) -> dict[str, Any]:
         "most_used": run.most_kv,
         "mean_used": fmean(moment.kv_used for moment in run.timeline) if run.timeline else None,
         "num_left": at_end["num_used"],  # blocks that somebody holds after everybody has gone: none
+        "num_left_drafter": (engine.metrics().drafter_kv or {"num_used": 0})["num_used"],  # in its own cache: none
         "at_end": at_end,
     }
 

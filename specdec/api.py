@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Collection, Iterator, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from inspect import signature
 from typing import Any
@@ -14,14 +15,9 @@ from specdec.build import build_engine, build_verifiers, named_drafter, split_op
 from specdec.engine import Engine
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, SamplingParams, Verifier
-from specdec.models.build import runner_for
-from specdec.models.generation import (
-    as_processors,
-    config_processors,
-    criteria_for,
-    eos_token_ids,
-    is_generation_field,
-)
+from specdec.models.build import is_current, runner_for
+from specdec.models.config_processors import ConfigProcessors
+from specdec.models.generation import as_processors, criteria_for, eos_token_ids, is_generation_field
 from specdec.models.loading import load_model
 from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
 from specdec.models.matmul import cpu_name
@@ -53,7 +49,8 @@ class Completion:
     """One prompt's answer.
 
     `finish_reason`: "stop" at an EOS token, a stop string or a stopping criterion, "length" at a limit, "time" at a
-    time limit. `token_ids` keep the token that completed a stop string; `text` ends before it.
+    time limit, "abort" where it was ended from outside, "error" where `error` ended it. `token_ids` keep the token that
+    completed a stop string; `text` ends before it.
     """
 
     prompt_token_ids: list[int]
@@ -63,6 +60,7 @@ class Completion:
     stats: RequestStats
     from_draft: list[bool] = field(default_factory=list)  # per token: drafted and accepted, or the target's own
     logprobs: list[TokenRecord] | None = None  # per token, if asked for
+    error: BaseException | None = None  # what a logits processor or criterion of its own raised, above all
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +144,11 @@ class LLM:
         self._base: ModelRunner | None = None
         self._worker = Worker()
         self._drafter, self._drafter_options = drafter, drafter_options
-        self._refresh()
+        self._config_processors = ConfigProcessors(self.model)
+        self.refresh()
 
-    def _refresh(self) -> None:
-        """Build the engine, at first and whenever the model's weights or modules have changed since."""
+    def refresh(self) -> Engine:
+        """Return the engine, built at first and whenever the model's weights or modules have changed since."""
         base = runner_for(self.model, self._runner_config, self.tokenizer)
         if base is not self._base:
             self.engine: Engine = build_engine(
@@ -161,6 +160,12 @@ class LLM:
                 drafter_options=self._drafter_options,
             )
             self._base = base
+        return self.engine
+
+    @property
+    def is_current(self) -> bool:
+        """True while the engine is that of the model's weights and modules as they are now."""
+        return self._base is not None and is_current(self.model, self._base)
 
     def generate(
         self,
@@ -222,8 +227,7 @@ class LLM:
         )
         jobs = self._jobs(prompts, options)
         check_streamer(streamer, len(jobs))
-        self._refresh()
-        return [self._completion(r, options.stop_strings) for r in run(self.engine, jobs, streamer)]
+        return [self._completion(r, options.stop_strings) for r in run(self.refresh(), jobs, streamer)]
 
     def chat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
         """Return the answer to one conversation, through the tokenizer's own chat template.
@@ -256,8 +260,7 @@ class LLM:
 
     def _stream(self, jobs: Sequence[Job], options: _Options) -> Iterator[Piece]:
         self._worker.settle(self.engine)
-        self._refresh()
-        engine = self.engine  # a later call may build a new one
+        engine = self.refresh()  # a later call may build a new one
         is_ending = sys.is_finalizing  # of the interpreter, when nothing can be called any more
         requests = start(engine, jobs)
         try:
@@ -272,35 +275,37 @@ class LLM:
     async def agenerate(self, prompts: Any, **options: Any) -> list[Completion]:
         """Return one Completion per prompt, as `generate`, without keeping the event loop from other work."""
         found: dict[int, Completion] = {}
-        async for piece in self._astream("LLM.agenerate", prompts, options):
-            if piece.completion is not None:
-                found[piece.index] = piece.completion
+        async with aclosing(self._astream("LLM.agenerate", prompts, options)) as pieces:
+            async for piece in pieces:
+                if piece.completion is not None:
+                    found[piece.index] = piece.completion
         return [found[i] for i in range(len(found))]
 
     async def achat(self, messages: Sequence[dict[str, Any]], **options: Any) -> Completion:
         """Return the answer to one conversation, as `chat`."""
         return (await self.agenerate(self.chat_token_ids(messages), **options))[0]
 
-    def astream(self, prompts: Any, **options: Any) -> AsyncIterator[Piece]:
+    def astream(self, prompts: Any, **options: Any) -> AsyncGenerator[Piece, None]:
         """Yield pieces as `stream` does; cancelling or closing it ends its requests."""
         return self._astream("LLM.astream", prompts, options)
 
-    async def _astream(self, what: str, prompts: Any, options: dict[str, Any]) -> AsyncIterator[Piece]:
+    async def _astream(self, what: str, prompts: Any, options: dict[str, Any]) -> AsyncGenerator[Piece, None]:
         checked = self._stream_options(what, options)
         jobs = self._jobs(prompts, checked)
-        async with self._worker.using(self.engine) as call:
-            await call(self._refresh)
-            engine = self.engine
-            requests: list[Request] = []  # filled by the thread, which goes on when this is cancelled
-            try:
-                await call(lambda: requests.extend(start(engine, jobs)))
-                pieces = Pieces(self, engine, requests, checked.stop_strings)
-                while not pieces.follow.is_done:
-                    await call(pieces.follow.advance)
-                    for piece in await call(pieces.take):  # there: steps of other callers change requests meanwhile
-                        yield piece
-            finally:
-                await call(forget, engine, requests)
+        engine, requests = self.engine, list[Request]()
+
+        def begin() -> None:  # in the thread, which goes on when this is cancelled
+            nonlocal engine
+            engine = self.refresh()
+            requests.extend(start(engine, jobs))
+
+        async with self._worker.using(lambda: engine, lambda: forget(engine, requests)) as call:
+            await call(begin)
+            pieces = Pieces(self, engine, requests, checked.stop_strings)
+            while not pieces.follow.is_done:
+                await call(pieces.follow.advance)
+                for piece in await call(pieces.take):  # there: steps of other callers change requests meanwhile
+                    yield piece
 
     def job(self, what: str, prompt: Any, priority: int, draft: bool, options: dict[str, Any]) -> tuple[Job, Stops]:
         """Return one prompt as an engine takes it, and the stop strings its text is cut at.
@@ -345,6 +350,8 @@ class LLM:
         warn_ignored(sampling)
         if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
             raise ConfigError(f"max_new_tokens={max_new_tokens!r}; allowed: an integer >= 0")
+        if not isinstance(ignore_eos, bool):
+            raise ConfigError(f"ignore_eos={ignore_eos!r}; allowed: True or False")
         strings = as_stop_strings(stop)
         if strings:
             self._need_tokenizer("a stop string")
@@ -358,7 +365,7 @@ class LLM:
     def _jobs(self, prompts: Any, options: _Options) -> list[Job]:
         jobs = []
         for ids in [self._encode(p) for p in _as_list(prompts)]:
-            own = config_processors(self.model, ids, options.stop.max_new_tokens) if ids else []
+            own = self._config_processors.of(ids, options.stop.max_new_tokens) if ids else []
             sampling = replace(options.sampling, processors=(*own, *options.sampling.processors))
             stop = options.stop
             if options.stop_strings:
@@ -422,6 +429,7 @@ class LLM:
             stats=request.stats,
             from_draft=list(request.from_draft),
             logprobs=list(request.records) if request.keep else None,
+            error=request.error,
         )
 
 

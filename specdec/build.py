@@ -7,7 +7,8 @@ from typing import Any
 
 from specdec.acceptance import VerifierChoice
 from specdec.draft_length import build_draft_length
-from specdec.engine import Engine, EngineConfig
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.heads.loading import kind_of, names_head
 from specdec.interfaces import Drafter, DrafterContext, Verifier

@@ -161,6 +161,9 @@ class Drafting:
             self.drafter.release(request.request_id)
         except Exception:  # whatever a drafter raises is in the log; the request is over all the same
             log.exception("drafter %r could not release request %s", self.drafter.name, request.request_id)
+            own = getattr(self.drafter, "own_cache", None)
+            if own is not None and own.is_open(request.request_id):  # its memory is shared with the target
+                own.release(request.request_id)
 
     def tell_anew(self, request: Request, features: Tensor | None = None) -> None:
         """Give the drafter the computed tokens of a request as if it had never heard of it.

@@ -10,23 +10,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from specdec.acceptance import Verdict, VerifierChoice, accepted_paths, judge
-from specdec.draft_length import DraftLength, StaticLength, check_draft_length
+from specdec.draft_length import DraftLength, build_draft_length, guard
 from specdec.drafting import Drafting
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, Forward, Noise, SamplingParams, Segment, TokenTree
 from specdec.models.runner import ModelRunner
+from specdec.models.step_times import step_times
 from specdec.noise import KeyedNoise, draw_seed, fold_seed
 from specdec.record import Keep, record_tokens
 from specdec.request import Request, RequestOutput, Snapshot, StopRules
 from specdec.residency import Residency
 from specdec.sampling import check_sampling
 from specdec.scheduler import Scheduler, Work
-from specdec.stats import EngineStats
+from specdec.stats import EngineStats, StepClock
 from specdec.target_rows import StepRows
 from specdec.trace import StepEvent, Trace
 from specdec.tree import is_chain, select
@@ -34,57 +36,8 @@ from specdec.tree import is_chain, select
 log = logging.getLogger("specdec")
 # Below this share of accepted draft tokens, over at least so many, a request is worth a warning.
 _IDLE_SHARE, _IDLE_DRAFTS = 0.02, 64
-DEFAULT_DRAFT_TOKENS = 4
-_LEAST = {
-    "max_draft_tokens": 0,
-    "max_batch_size": 1,
-    "prefill_chunk_tokens": 1,
-    "max_step_tokens": 1,
-    "max_waiting": 0,
-}
-_OPTIONAL = ("max_draft_tokens", "max_step_tokens", "max_waiting")
+_FIRST_FOLD = 1 << 32  # beyond the indices of return sequences, whose seeds are folded too
 _REQUEST_IDS = itertools.count()  # unique over engines: a runner's cache may serve several
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EngineConfig:
-    """How an engine schedules. One default per knob, here."""
-
-    max_draft_tokens: int | None = None  # what the drafter advises (its `advised_draft_tokens`), else 4
-    max_batch_size: int = 64
-    prefill_chunk_tokens: int = 512  # rows per step for prompts: small is smooth for others, large soon done
-    max_step_tokens: int | None = None  # bound on the rows of a step, drafts and prompts included; None = none
-    max_waiting: int | None = None  # requests that may wait before QueueFullError; None = any number
-    prefix_caching: bool = False  # keep the KV of what was computed and use it for prompts that begin alike
-    draft_length: str = "static"  # or "confidence", "cost_aware": see docs/draft_length.md
-    confidence_threshold: float = 0.4  # of "confidence": a chain ends after a token drafted with less
-
-    def __post_init__(self) -> None:
-        for name, least in _LEAST.items():
-            value = getattr(self, name)
-            if name in _OPTIONAL and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < least:
-                raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
-        if not isinstance(self.prefix_caching, bool):
-            raise ConfigError(f"prefix_caching={self.prefix_caching!r}; allowed: True or False")
-        check_draft_length(self.draft_length, self.confidence_threshold)
-
-    def for_drafter(self, drafter: Drafter) -> EngineConfig:
-        """Return the config with `max_draft_tokens` as given, else as the drafter advises, else the default."""
-        if self.max_draft_tokens is not None:
-            return self
-        advised = getattr(drafter, "advised_draft_tokens", None)
-        return replace(self, max_draft_tokens=DEFAULT_DRAFT_TOKENS if advised is None else advised)
-
-
-@dataclass(slots=True)
-class _Clock:
-    """Lap times of one step."""
-
-    start: float = field(default_factory=time.perf_counter)
-    draft_s: float = 0.0
-    verify_s: float = 0.0
 
 
 class Engine:
@@ -104,7 +57,11 @@ class Engine:
     ) -> None:
         self.target, self.verifiers, self.config = target, verifiers, config.for_drafter(drafter)
         self.drafting = Drafting(drafter, target, self._warn_once)
-        self.draft_length: DraftLength = StaticLength() if draft_length is None else draft_length
+        self.draft_length: DraftLength = draft_length or build_draft_length(
+            config.draft_length,
+            step_times=lambda: step_times(target),
+            confidence_threshold=config.confidence_threshold,
+        )
         self.trace = trace
         self.stats = EngineStats()
         self._scheduler = Scheduler(
@@ -119,9 +76,13 @@ class Engine:
             target.size_features(drafter.features)
         self.residency = Residency(target.cache, self._scheduler, self.drafting, self.stats)
         self._requests: dict[int, Request] = {}
-        self._abandoned: deque[int] = deque()  # to be forgotten, heard of from other threads
+        # To be ended and to be forgotten: heard of from other threads, or in the middle of a step.
+        self._aborted: deque[int] = deque()
+        self._abandoned: deque[int] = deque()
+        self._is_stepping = False
+        self._news: dict[int, Request] = {}  # those that may have something to hand out
         self._warned: set[str] = set()
-        self._num_folded = 0  # requests that got a noise of their own
+        self._num_folded = 0  # requests that got a noise of their own; see `_own_seed`
 
     @property
     def drafter(self) -> Drafter:
@@ -159,6 +120,8 @@ class Engine:
         check_sampling(sampling)
         if not isinstance(priority, int) or isinstance(priority, bool):
             raise ConfigError(f"priority={priority!r}; allowed: an integer, higher is earlier")
+        if not isinstance(draft, bool):
+            raise ConfigError(f"draft={draft!r}; allowed: True or False")
         rule = self.verifiers.of(sampling, self.drafter.samples)
         if rule.needs_all_rows and sampling.processors:
             raise ConfigError(
@@ -181,10 +144,8 @@ class Engine:
             # Greedy output needs no randomness: test drafters get the same one every time, and the caller's global
             # generator is left alone, as transformers leaves it.
             seed = 0 if sampling.greedy else draw_seed()
-        if self.draft_length.remembers and not rule.couples_draft:
-            # Its acceptances would decide on drafts of a later request that draws with the same noise, and bias it.
-            self._num_folded += 1
-            seed = fold_seed(seed, self._num_folded)
+        if not rule.couples_draft:
+            seed = self._own_seed(seed)
         request = Request(
             next(_REQUEST_IDS), list(prompt_token_ids), sampling, stop, seed, keep=keep, priority=priority, draft=draft
         )
@@ -192,9 +153,26 @@ class Engine:
         self._requests[request.request_id] = request
         if stop.max_new_tokens == 0:
             request.finish_reason = "length"
+            self._news[request.request_id] = request
         else:
             self._scheduler.add(request)
         return request
+
+    def _own_seed(self, seed: int) -> int:
+        """Return the seed of a request under a rule whose output depends on what is drafted.
+
+        Where the acceptances of one request decide on the drafts of another, two that draw with the same noise would be
+        biased: the second is drafted for where that noise accepts, and not where it refuses. That is so where the
+        policy or the drafter learns over requests, and where requests share a bound on the rows of a step or on KV, so
+        that one which is further leaves more to the others. There only the first keeps the seed as it was given.
+        """
+        remembers = self.draft_length.remembers or getattr(self.drafter, "remembers", False)
+        if not remembers and self.config.max_step_tokens is None and self.target.cache.max_bytes is None:
+            return seed
+        if not remembers and not self.has_unfinished:
+            self._num_folded = 0  # nobody is left who could decide on anything
+        index, self._num_folded = self._num_folded, self._num_folded + 1
+        return fold_seed(seed, _FIRST_FOLD + index) if index else seed
 
     def _check_prompt(self, prompt: Sequence[int], stop: StopRules) -> StopRules:
         """Return the stop rules with the model's own context limit in them."""
@@ -225,9 +203,15 @@ class Engine:
         return self._requests[request_id]
 
     def abort(self, request_id: int) -> None:
-        """Stop a request and free what it holds; its tokens stay readable until `forget`."""
+        """Stop a request and free what it holds; its tokens stay readable until `forget`.
+
+        Called in the middle of a step, by a processor, say, it waits for the end of the step.
+        """
         self.target.claim()
         request = self.request(request_id)
+        if self._is_stepping:
+            self._aborted.append(request_id)
+            return
         if request.finish_reason is None:
             self._retire(request, "abort")
 
@@ -241,10 +225,10 @@ class Engine:
     def forget(self, request_id: int) -> None:
         """Drop a request and everything about it; unknown ids are ignored.
 
-        From a thread that does not own the engine, such as one in which an abandoned stream is collected, the request
-        is dropped when the owner next uses it.
+        From a thread that does not own the engine, such as one in which an abandoned stream is collected, or in the
+        middle of a step, in which one may be collected too, the request is dropped when the owner next uses the engine.
         """
-        if not self.target.may_use():
+        if self._is_stepping or not self.target.may_use():
             self._abandoned.append(request_id)
             return
         self.target.claim()
@@ -252,22 +236,30 @@ class Engine:
         if request is not None:
             self._retire(request, request.finish_reason or "abort")
             del self._requests[request_id]
+            self._news.pop(request_id, None)
 
     def _retire(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
+        self._news[request.request_id] = request
         self._scheduler.remove(request)
         self.target.cache.release(request.request_id)
         self._warn_if_idle(request)
         self.drafting.release(request)
-        self.draft_length.release(request.request_id)
+        guard.release(self.draft_length, request.request_id, self._warn_once)
 
     def _drop_abandoned(self) -> None:
+        if self._is_stepping:
+            return
+        while self._aborted:
+            request = self._requests.get(self._aborted.popleft())
+            if request is not None and request.finish_reason is None:
+                self._retire(request, "abort")
         while self._abandoned:
             self.forget(self._abandoned.popleft())
 
-    def check_room(self) -> None:
-        """Raise QueueFullError if no further request may wait. May be called from any thread."""
-        self._scheduler.check_room()
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raise QueueFullError if no further request may wait beside those coming. May be called from any thread."""
+        self._scheduler.check_room(num_coming)
 
     @property
     def num_waiting(self) -> int:
@@ -279,24 +271,39 @@ class Engine:
 
     @property
     def has_unfinished(self) -> bool:
-        if self._abandoned and self.target.may_use():
+        if (self._abandoned or self._aborted) and self.target.may_use():
             self._drop_abandoned()
-        return any(True for _ in self._scheduler.requests())
+        return bool(self._scheduler.running or self._scheduler.waiting)
 
     # ------------------------------------------------------------------ the step
 
     def step(self) -> list[RequestOutput]:
         """Run one step of every scheduled request and return what was emitted.
 
-        A step that raises did not happen: every request is as it was before.
+        A step that raises did not happen: tokens, KV and counters are as before it. Who was let in or preempted at its
+        beginning stays so.
+
+        Raises:
+            ConfigError: a step is running: a processor, criterion or drafter must not step the engine it runs in.
         """
         self.target.claim()
+        if self._is_stepping:
+            raise ConfigError("the engine was stepped from inside of its own step; use another LLM or Engine there")
         self._drop_abandoned()
-        clock = _Clock()
+        self._is_stepping = True
+        try:
+            return self._step()
+        finally:
+            self._is_stepping = False
+
+    def _step(self) -> list[RequestOutput]:
+        clock = StepClock()
         self.residency.admit()
-        work = self.residency.reserve(self.draft_length.allot(self._scheduler.schedule()))
+        work = guard.allot(self.draft_length, self._scheduler.schedule(), self._warn_once)
+        work = self.residency.reserve(work)
         if not work:
             return self._emit()
+        self._news.update((w.request.request_id, w.request) for w in work)
         stats = replace(self.stats)
         saved = [(w.request, w.request.snapshot(), self.target.cache.context_len(w.request.request_id)) for w in work]
         told = False
@@ -318,7 +325,7 @@ class Engine:
             raise
         return self._emit()
 
-    def _draft(self, work: Sequence[Work], clock: _Clock) -> tuple[TokenTree, Noise]:
+    def _draft(self, work: Sequence[Work], clock: StepClock) -> tuple[TokenTree, Noise]:
         """Return the trees of the B requests that choose a token in this step, and the step's noise."""
         noise = self._noise([w.request for w in work if w.samples])
         start = time.perf_counter()
@@ -400,31 +407,20 @@ class Engine:
             request.num_computed += len(verdict.kept)
             request.take(verdict.tokens, verdict.num_accepted, verdict.finish_reason)
 
-    def _count(self, work: Sequence[Work], verdicts: Sequence[Verdict], clock: _Clock) -> None:
-        now = time.perf_counter()
-        total = now - clock.start
-        other = total - clock.draft_s - clock.verify_s
+    def _count(self, work: Sequence[Work], verdicts: Sequence[Verdict], clock: StepClock) -> None:
+        clock.stop()
         num_rows = sum(w.num_rows + v.drafted for w, v in zip(work, verdicts, strict=True)) or 1
-        prefill_rows = sum(w.num_rows for w in work if w.is_prefill)
-        share = prefill_rows / num_rows
         stats = self.stats
-        stats.num_steps += 1
         stats.num_drafter_errors = self.drafting.num_errors
-        stats.num_prefill_tokens += prefill_rows
-        stats.prefill_s += share * (total - clock.draft_s)
-        stats.draft_s += clock.draft_s
-        stats.verify_s += (1 - share) * clock.verify_s
-        stats.other_s += (1 - share) * other
+        stats.record_step(clock, sum(w.num_rows for w in work if w.is_prefill), num_rows)
         for w, verdict in zip(work, verdicts, strict=True):
             own = w.request.stats
             if verdict.tokens:
-                own.emissions.append((now, len(verdict.tokens)))
+                own.emissions.append((clock.end, len(verdict.tokens)))
             if w.is_prefill:
-                own.prefill_s += total
+                own.record_prefill(clock, w.num_rows, num_rows)
                 continue
-            own.draft_s += clock.draft_s
-            own.verify_s += clock.verify_s
-            own.other_s += other
+            own.record_times(clock)
             own.record_decode(
                 drafted=verdict.drafted,
                 depth=verdict.depth,
@@ -434,22 +430,23 @@ class Engine:
             stats.num_decode_tokens += len(verdict.tokens)
 
     def _tell_watchers(
-        self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, rows: StepRows, clock: _Clock
+        self, work: Sequence[Work], verdicts: Sequence[Verdict], tree: TokenTree, rows: StepRows, clock: StepClock
     ) -> None:
         if self.trace is not None:
-            total = time.perf_counter() - clock.start
-            number = self.stats.num_steps
+            number, total = self.stats.num_steps, time.perf_counter() - clock.start
             self.trace.record(StepEvent(number, work, verdicts, tree, rows, clock.draft_s, clock.verify_s, total))
-        self.draft_length.learn(work, verdicts, clock.draft_s)  # last: it is not undone
+        guard.learn(self.draft_length, work, verdicts, clock.draft_s, self._warn_once)  # last: it is not undone
 
     def _emit(self) -> list[RequestOutput]:
         """Hand out every token not handed out yet, so that an interrupted step loses none."""
-        waiting = [r for r in self._requests.values() if r.has_news]
-        for request in waiting:
+        news = sorted((r for r in self._news.values() if r.has_news), key=lambda r: r.request_id)
+        for request in news:
             if request.finish_reason is not None:
                 self._retire(request, request.finish_reason)
         # Only now, and in one go: had releasing been interrupted, the next step would hand all of it out.
-        return [request.hand_out() for request in waiting]
+        outputs = [request.hand_out() for request in news]
+        self._news.clear()
+        return outputs
 
     # ------------------------------------------------------------------ keeping the promises
 

@@ -43,5 +43,9 @@ class ModelOutputError(SpecdecError):
     """The target model produced NaN logits, so no token can be chosen."""
 
 
+class ModelChangedError(SpecdecError):
+    """The model's weights or modules have changed while requests run that began with the earlier ones."""
+
+
 class WrongThreadError(SpecdecError):
     """An engine was used from a thread that does not own it."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from specdec.acceptance import VerifierChoice
 from specdec.build import OWN_FIELDS, build_engine, build_verifiers, split_options
-from specdec.engine import EngineConfig
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, InputError
 from specdec.interfaces import Drafter, Verifier
 from specdec.models.build import RunnerConfig, runner_for

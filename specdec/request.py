@@ -39,7 +39,7 @@ class Snapshot:
     num_records: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)  # two requests are never the same one, and comparing their tokens takes long
 class Request:
     """`tokens[:num_computed]` have KV; the rest is pending, and the last pending token is node 0 of a draft tree."""
 
@@ -61,7 +61,8 @@ class Request:
     num_prompt_tokens: int = 0
     num_reported: int = 0  # new tokens already handed out by Engine.step
     finish_reported: bool = False
-    _judged: list[tuple[int, str | None]] = field(default_factory=list)  # tokens of this step, and what ends at them
+    _judged: list[tuple[int, str | None]] = field(default_factory=list)  # tokens of a step, and what ends at them
+    _judged_behind: int = 0  # how many tokens there were before them
 
     def __post_init__(self) -> None:
         self.num_prompt_tokens = len(self.tokens)
@@ -90,9 +91,12 @@ class Request:
     def first_stop(self, block: Sequence[int]) -> tuple[int, str] | None:
         """Return how many tokens of `block` are emitted and why it ends there, or None if nothing ends the request.
 
-        Asks the criteria about each token once per step, however often the same block is put, so that one with a
-        memory sees what plain decoding shows it.
+        Asks the criteria about each token once, however often the same block is put, also by a step that is run again,
+        so that one with a memory sees what plain decoding shows it.
         """
+        if self._judged_behind != len(self.tokens):
+            self._judged_behind = len(self.tokens)
+            self._judged.clear()
         for i, token in enumerate(block):
             if i == len(self._judged) or self._judged[i][0] != token:
                 del self._judged[i:]
@@ -116,7 +120,9 @@ class Request:
         """Note on what is raised inside that it is this request's own doing, not its neighbours'."""
         try:
             yield
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # libraries of other languages raise kinds of their own
             error.specdec_request_id = self.request_id  # type: ignore[attr-defined]
             raise
 
@@ -136,7 +142,6 @@ class Request:
         self.tokens.extend(tokens)
         self.from_draft.extend(i < num_accepted for i in range(len(tokens)))
         self.finish_reason = finish_reason
-        self._judged.clear()
 
     @property
     def has_news(self) -> bool:
@@ -163,7 +168,6 @@ class Request:
         del self.tokens[saved.num_tokens :]
         del self.from_draft[saved.num_tokens - self.num_prompt_tokens :]
         del self.records[saved.num_records :]
-        self._judged.clear()
         self.num_computed, self.finish_reason, self.stats = saved.num_computed, saved.finish_reason, saved.stats
         del self.stats.emissions[saved.num_emissions :]
 

@@ -11,7 +11,7 @@ from specdec.errors import OutOfCacheError
 from specdec.interfaces import Observation
 from specdec.kv.cache import KVCache
 from specdec.request import Request
-from specdec.scheduler import Scheduler, Work
+from specdec.scheduler import Claim, Scheduler, Work, most_blocks
 from specdec.stats import EngineStats
 
 
@@ -27,32 +27,37 @@ class Residency:
         self._scheduler.admit(self._try_open)
 
     def _try_open(self, request: Request) -> bool:
-        """Open a request's KV if all its pending tokens and a first draft fit."""
-        cache, request_id = self._cache, request.request_id
+        """Open a request's KV if there is room for it beside what runs, or nothing runs."""
+        cache, request_id, own = self._cache, request.request_id, request.stats
         if cache.is_open(request_id):  # interrupted between opening and running it, or while being preempted
             request.num_computed = cache.context_len(request_id)
-            return True
-        own = len(request.tokens) + 1 + self._scheduler.max_draft_tokens
-        if self._scheduler.running and not cache.has_room(own + self._promised_tokens()):
-            return False
-        request.num_computed = cache.open(request_id, len(request.tokens) + request.num_remaining, request.tokens)
-        if request.num_computed:
-            if not request.new_tokens:
-                request.stats.num_cached_tokens = request.num_computed
+        else:
+            if self._scheduler.running and not self._has_room(request):
+                return False
+            request.num_computed = cache.open(request_id, len(request.tokens) + request.num_remaining, request.tokens)
             self._stats.num_cached_tokens += request.num_computed
+        if request.num_computed:
             self.tell_drafter(request)
-        if request.stats.admission_s is None:
-            request.stats.admission_s = time.perf_counter()
+        if own.admission_s is None:
+            own.num_cached_tokens, own.admission_s = request.num_computed, time.perf_counter()
         return True
 
-    def _promised_tokens(self) -> int:
-        """Return how much room the pending tokens of running requests will take, in whole blocks.
+    def _has_room(self, request: Request) -> bool:
+        """Tell whether there is memory for a request and those that run, for their tokens and some of those to come.
 
-        Opening takes no memory: without this everyone would be let in on the same free blocks.
+        Opening takes no memory: without counting what they need everyone would be let in on the same free blocks. And
+        who is let in on the last block is preempted for the next token of another.
         """
-        size = self._cache.block_tokens
-        blocks = sum(-(-len(r.tokens) // size) - -(-r.num_computed // size) for r in self._scheduler.running)
-        return blocks * size
+        cache, ahead = self._cache, self._scheduler.tokens_ahead
+        if cache.num_blocks is None:
+            return True
+        needed = cache.num_blocks_to_open(len(request.tokens), request.tokens)
+        claims = [Claim(len(request.tokens), request.num_remaining, needed, 0)]
+        for r in self._scheduler.running:
+            needed = cache.num_blocks_to_reach(r.request_id, len(r.tokens))
+            returned = cache.num_blocks_held_alone(r.request_id) if r.num_remaining < ahead else 0
+            claims.append(Claim(len(r.tokens), r.num_remaining, needed, returned))
+        return cache.has_room(most_blocks(claims, ahead, cache.block_tokens) * cache.block_tokens)
 
     def tell_drafter(self, request: Request) -> None:
         """Tell the drafter all of what is computed of a request, with its hidden states where they are kept."""
@@ -70,20 +75,16 @@ class Residency:
         Raises:
             OutOfCacheError: a request that runs alone does not fit.
         """
-        reserved: list[Work] = []
-        for w in work:
-            while w.request in self._scheduler.running:  # else it was preempted, for itself or one before it
-                if self._fits(w, 0):
-                    reserved.append(w)
-                    break
-                victim = self._scheduler.victim()
-                if victim is None:
-                    # Alone it fits, as was checked when it came; so this is memory that somebody else holds.
-                    self._cache.reserve(w.request.request_id, w.num_rows)
-                    continue
-                self.preempt(victim)
-                reserved = [r for r in reserved if r.request is not victim]
-        return [self._with_drafts(w) for w in reserved]
+        kept = self._scheduler.fit(work, self._take, self.preempt)
+        return [self._with_drafts(w) for w in kept]
+
+    def _take(self, w: Work, is_alone: bool) -> bool:
+        """Reserve the rows of a request; see `Scheduler.fit`."""
+        if is_alone:
+            # It fits, as was checked when it came; if it does not, somebody else holds that memory.
+            self._cache.reserve(w.request.request_id, w.num_rows)
+            return True
+        return self._fits(w, 0)
 
     def _with_drafts(self, w: Work) -> Work:
         """Return the work, without its drafts if there is no room for them beside everybody's rows."""
@@ -104,9 +105,12 @@ class Residency:
         self._scheduler.preempt(request)
         self._cache.release(request.request_id)
         self._drafting.release(request)
+        if request.num_computed:
+            request.stats.num_preemptions += 1
+            self._stats.num_preemptions += 1
+        elif not request.num_new_tokens and not request.stats.num_preemptions:
+            request.stats.admission_s = None  # it was let in and sent back before anything was computed of it
         request.num_computed = 0
-        request.stats.num_preemptions += 1
-        self._stats.num_preemptions += 1
 
     def publish(self, work: Sequence[Work], observations: Sequence[Observation]) -> None:
         """Let other requests find the KV of what is committed now, and the hidden states that go with it."""

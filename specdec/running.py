@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -62,50 +62,91 @@ def forget(engine: Engine, requests: Sequence[Request]) -> None:
             stack.callback(engine.forget, request.request_id)
 
 
+class Steps:
+    """Steps an engine and tells whose requests have news, whoever else steps it in between."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._num_steps = -1  # of the engine, after the last one here
+
+    @property
+    def were_others(self) -> bool:
+        """True at first, and when the engine was stepped from elsewhere since the last step here."""
+        return self._engine.stats.num_steps != self._num_steps
+
+    def step(self) -> list[int] | None:
+        """Run one step; return the ids of the requests with news, or None where any request may have some."""
+        were_others, before = self.were_others, self._engine.stats.num_steps
+        outputs = self._engine.step()
+        self._num_steps = self._engine.stats.num_steps
+        # A step without work hands out what others left; so requests are looked at before one waits in vain.
+        return None if were_others or self._num_steps == before else [output.request_id for output in outputs]
+
+
 class Follower:
-    """Hands out what requests emit, however many others run on the same engine and whoever steps it."""
+    """Hands out what requests emit, however many others run on the same engine and whoever steps it.
+
+    What a step costs here depends on how many requests have news, not on how many there are.
+    """
 
     def __init__(self, engine: Engine, requests: Sequence[Request]) -> None:
         self.engine, self.requests = engine, requests
+        self._steps = Steps(engine)
+        self._places = {request.request_id: i for i, request in enumerate(requests)}
         self._seen = [0] * len(requests)
-        self._ended = [False] * len(requests)
+        self._open = set(range(len(requests)))  # whose ends were not handed out
+        self._news: set[int] = set()
 
     @property
     def is_done(self) -> bool:
-        return all(self._ended)
+        return not self._open
 
     def advance(self) -> None:
         """Step the engine unless something waits to be handed out already.
 
         Raises what a processor or criterion of one of these requests raised; other requests' faults end those only.
         """
-        own = {r.request_id for r in self.requests}
-        while not self.is_done and not any(True for _ in self._waiting()):
+        if self._steps.were_others:
+            self.look()
+        while not self.is_done and not self._news:
             try:
-                self.engine.step()
-                return
-            except Exception as error:
+                self._note(self._steps.step())
+                break
+            except BaseException as error:
                 culprit = getattr(error, "specdec_request_id", None)
-                if culprit is None or culprit in own:
+                if culprit is None or culprit in self._places:
                     raise
                 self.engine.fail(culprit, error)  # the step did not happen: it is run again without that request
-        for request in self.requests:
-            if request.error is not None:
-                raise request.error
+        for i in self._news:
+            own = self.requests[i].error
+            if own is not None:
+                raise own
+
+    def look(self) -> None:
+        """Look for news in all requests: the engine may have been stepped from elsewhere."""
+        self._news.update(i for i in self._open if self._has_news(i))
 
     def take(self) -> list[tuple[int, int]]:
         """Return (index of a request, its first new token not handed out before) for each with news."""
         found = []
-        for i in self._waiting():
+        for i in sorted(self._news):
             found.append((i, self._seen[i]))
             self._seen[i] = self.requests[i].num_new_tokens
-            self._ended[i] = self.requests[i].finish_reason is not None
+            if self.requests[i].finish_reason is not None:
+                self._open.discard(i)
+        self._news.clear()
         return found
 
-    def _waiting(self) -> Iterator[int]:
-        for i, request in enumerate(self.requests):
-            if request.num_new_tokens > self._seen[i] or (request.finish_reason is not None and not self._ended[i]):
-                yield i
+    def _note(self, request_ids: Sequence[int] | None) -> None:
+        if request_ids is None:
+            self.look()
+        else:
+            places = (self._places.get(request_id) for request_id in request_ids)
+            self._news.update(i for i in places if i is not None and i in self._open and self._has_news(i))
+
+    def _has_news(self, i: int) -> bool:
+        request = self.requests[i]
+        return request.num_new_tokens > self._seen[i] or request.finish_reason is not None
 
 
 def check_streamer(streamer: Any, num_prompts: int, num_return_sequences: int = 1) -> None:

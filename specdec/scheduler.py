@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from bisect import insort
-from collections.abc import Callable, Iterable
+from bisect import bisect_left, insort
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from specdec.errors import QueueFullError
@@ -12,6 +12,11 @@ from specdec.request import Request
 # What a point of priority is worth, in arrivals: so many requests that came earlier are passed. Ranks are fixed when a
 # request arrives, so whoever waits is reached in the end, however many come after it.
 ARRIVALS_PER_PRIORITY = 64
+# How many tokens ahead memory is looked at before a request is let in: at least LEAST_AHEAD; more after a preemption,
+# which shows that it was too few, and less again while there is none. Answers that end early make room nobody can
+# foresee, so looking ahead to everybody's `max_new_tokens` would leave most of the memory idle.
+LEAST_AHEAD, _MOST_AHEAD = 32, 4096
+_AHEAD_PER_PREEMPTION, _AHEAD_PER_STEP = 1.5, 0.99
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,34 @@ class Work:
     is_prefill: bool  # prompt tokens; a decode step runs the one token that was emitted last
 
 
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """What a request takes of the free blocks of memory from now on."""
+
+    num_tokens: int  # that it has
+    num_remaining: int  # that it may get
+    num_blocks: int  # that it still needs for those it has
+    num_returned: int  # of those it holds: that are free when it ends
+
+
+def most_blocks(claims: Sequence[Claim], ahead: int, block_tokens: int) -> int:
+    """Return how many free blocks are taken at once, at most, while each request gets up to `ahead` more tokens."""
+
+    def taken(tokens: int) -> int:
+        total = 0
+        for c in claims:
+            if c.num_remaining < tokens:
+                total -= c.num_returned
+            else:  # the last token has no KV yet
+                total += (
+                    c.num_blocks + -(-(c.num_tokens + tokens - 1) // block_tokens) - -(-c.num_tokens // block_tokens)
+                )
+        return total
+
+    # Between two ends the number only grows.
+    return max(taken(tokens) for tokens in {min(ahead, c.num_remaining) for c in claims})
+
+
 class Scheduler:
     """Decode rows always run; prompts share a budget of rows per step, by rank: arrival, moved ahead by priority.
 
@@ -36,7 +69,8 @@ class Scheduler:
             any case. None = no bound.
         max_draft_tokens: of one request in one step.
         draft_depth: of the drafter's trees, whose nodes are not all on one path; None = it drafts chains.
-        max_waiting: requests that may wait; None = any number.
+        max_waiting: requests that may wait beside those that fit the free places; None = any number.
+        least_ahead: see `tokens_ahead`.
     """
 
     def __init__(
@@ -48,6 +82,7 @@ class Scheduler:
         draft_depth: int | None = None,
         max_step_tokens: int | None = None,
         max_waiting: int | None = None,
+        least_ahead: int = LEAST_AHEAD,
     ) -> None:
         self.max_batch_size = max_batch_size
         self.prefill_chunk_tokens = prefill_chunk_tokens
@@ -56,13 +91,24 @@ class Scheduler:
         self.waiting: list[Request] = []  # by rank
         self.running: list[Request] = []  # by rank
         self._num_arrived = 0
+        self._lacks_memory = False  # the first that waits found none in the last step
+        self.least_ahead, self._ahead = least_ahead, float(least_ahead)
 
-    def check_room(self) -> None:
-        """Raise QueueFullError if no further request may wait."""
-        if self.max_waiting is not None and len(self.waiting) >= self.max_waiting:
+    def check_room(self, num_coming: int = 0) -> None:
+        """Raise QueueFullError if no further request may wait; those that the next step lets in do not count.
+
+        Args:
+            num_coming: requests that are on their way to `add` and count as waiting.
+        """
+        if self.max_waiting is None:
+            return
+        has_places = not (self._lacks_memory and self.running)
+        places = max(0, self.max_batch_size - len(self.running)) if has_places else 0
+        num_waiting = len(self.waiting) + num_coming
+        if num_waiting - places >= self.max_waiting:
             raise QueueFullError(
-                f"{len(self.waiting)} requests wait already, which is what max_waiting allows, and {len(self.running)} "
-                "run; try again later, or raise max_waiting"
+                f"{num_waiting} requests wait and {len(self.running)} run, and max_waiting={self.max_waiting} "
+                "allows no more; try again later, or raise max_waiting"
             )
 
     def add(self, request: Request) -> None:
@@ -78,30 +124,64 @@ class Scheduler:
 
     def remove(self, request: Request) -> None:
         """Forget a request, running or waiting."""
-        if request in self.running:
-            self.running.remove(request)
-        elif request in self.waiting:
-            self.waiting.remove(request)
+        if _take(self.waiting, request):
+            self._lacks_memory = False
+        _take(self.running, request)
 
     def admit(self, try_open: Callable[[Request], bool]) -> None:
         """Move waiting requests to running while there is a place and `try_open` finds memory for them.
 
         No request passes one of a better rank for which there is no memory: that one would wait forever.
         """
+        self._lacks_memory, self._ahead = False, max(self.least_ahead, self._ahead * _AHEAD_PER_STEP)
         while self.waiting and len(self.running) < self.max_batch_size:
-            if not try_open(self.waiting[0]):
-                return
-            insort(self.running, self.waiting.pop(0), key=_rank)
+            request = self.waiting[0]
+            if request not in self.running:  # else an interruption left it in both lists, as it is left here
+                if not try_open(request):
+                    self._lacks_memory = True
+                    return
+                insort(self.running, request, key=_rank)
+            del self.waiting[0]
+
+    @property
+    def tokens_ahead(self) -> int:
+        """How many tokens of everybody there must be room for when a request is let in beside others."""
+        return int(self._ahead)
 
     def preempt(self, request: Request) -> None:
         """Move a running request back to where it waits by its rank, whether or not others may still come."""
-        self.running.remove(request)
+        self._ahead = min(_MOST_AHEAD, self._ahead * _AHEAD_PER_PREEMPTION)
+        _take(self.waiting, request)  # where an interruption may have left it
         insort(self.waiting, request, key=_rank)
+        _take(self.running, request)
 
     def victim(self) -> Request | None:
         """Return the running request that is preempted first, the one of the worst rank; None if at most one runs."""
         unfinished = [r for r in self.running if r.finish_reason is None]
         return unfinished[-1] if len(self.running) > 1 and unfinished else None
+
+    def fit(
+        self, work: Sequence[Work], take: Callable[[Work, bool], bool], preempt: Callable[[Request], None]
+    ) -> list[Work]:
+        """Return the work there is memory for, the best rank first; requests of the worst rank give theirs up for it.
+
+        Args:
+            work: of `schedule`.
+            take: takes the memory for a request's rows and tells whether there was any; with True, for a request that
+                runs alone, it raises if there is none.
+            preempt: gives up a request's memory; has to call `Scheduler.preempt`.
+        """
+        kept: list[Work] = []
+        for w in work:
+            while w.request in self.running:  # else it was preempted, for itself or one before it
+                victim = self.victim()
+                if take(w, victim is None):
+                    kept.append(w)
+                    break
+                assert victim is not None, "a request that runs alone has memory, or that was said"
+                preempt(victim)
+                kept = [k for k in kept if k.request is not victim]
+        return kept
 
     def schedule(self) -> list[Work]:
         """Return this step's work; the same state gives the same answer."""
@@ -118,10 +198,13 @@ class Scheduler:
                 chunk = _chunk(request, budget)
                 work[request.request_id] = chunk
                 budget, left = budget - chunk.num_rows, left - chunk.num_rows
-        for i, request in enumerate(r for r in running if _decodes(r)):
-            most = min(self._most_drafts(request), left // (num_decoding - i))
-            most = most if request.draft else 0
-            left -= most
+        decoding = [r for r in running if _decodes(r)]
+        num_drafting = sum(r.draft for r in decoding)
+        for request in decoding:
+            most = 0
+            if request.draft:
+                most = min(self._most_drafts(request), left // num_drafting)
+                left, num_drafting = left - most, num_drafting - 1
             work[request.request_id] = Work(request, 1, most, samples=True, is_prefill=False)
         return [work[r.request_id] for r in running if r.request_id in work]
 
@@ -131,13 +214,18 @@ class Scheduler:
         whole_tree = self.draft_depth is not None and self.draft_depth <= room
         return self.max_draft_tokens if whole_tree else min(self.max_draft_tokens, room)
 
-    def requests(self) -> Iterable[Request]:
-        """Return every request the scheduler knows."""
-        return [*self.running, *self.waiting]
-
 
 def _rank(request: Request) -> tuple[int, int]:
     return request.rank, request.request_id
+
+
+def _take(queue: list[Request], request: Request) -> bool:
+    """Remove a request from a list by rank; tell whether it was there."""
+    place = bisect_left(queue, _rank(request), key=_rank)
+    if place == len(queue) or queue[place] is not request:
+        return False
+    del queue[place]
+    return True
 
 
 def _decodes(request: Request) -> bool:

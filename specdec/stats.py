@@ -6,8 +6,30 @@ Source of the definitions: docs/design.md, "Metrics".
 from __future__ import annotations
 
 import itertools
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields, replace
+
+
+@dataclass(slots=True)
+class StepClock:
+    """Lap times of one step."""
+
+    start: float = field(default_factory=time.perf_counter)
+    draft_s: float = 0.0
+    verify_s: float = 0.0
+    end: float = 0.0
+
+    def stop(self) -> None:
+        self.end = time.perf_counter()
+
+    @property
+    def total_s(self) -> float:
+        return self.end - self.start
+
+    @property
+    def other_s(self) -> float:
+        return self.total_s - self.draft_s - self.verify_s
 
 
 @dataclass(slots=True)
@@ -15,6 +37,7 @@ class RequestStats:
     """What happened to one request. Times in seconds; prefill's token counts in no decode counter."""
 
     num_prompt_tokens: int = 0
+    num_prefill_tokens: int = 0  # rows run: not those found in the prefix cache, again those that preemption cost
     num_steps: int = 0  # target decode forwards, those without drafts included
     num_draft_tokens: int = 0  # tree nodes, root excluded
     num_accepted_tokens: int = 0  # up to the first stop
@@ -27,7 +50,7 @@ class RequestStats:
     drafted_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1
     reached_at: list[int] = field(default_factory=list)  # [i]: steps that drafted at depth i + 1 and accepted at i
     accepted_at: list[int] = field(default_factory=list)  # [i]: steps that accepted at depth i + 1
-    prefill_s: float = 0.0
+    prefill_s: float = 0.0  # of steps that ran prompt rows, the share of its own among all rows
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
@@ -46,6 +69,17 @@ class RequestStats:
             reached_at=list(self.reached_at),
             accepted_at=list(self.accepted_at),
         )
+
+    def record_prefill(self, clock: StepClock, own_rows: int, num_rows: int) -> None:
+        """Count a step that ran `own_rows` of a prompt among `num_rows`."""
+        self.num_prefill_tokens += own_rows
+        self.prefill_s += own_rows / num_rows * (clock.total_s - clock.draft_s)
+
+    def record_times(self, clock: StepClock) -> None:
+        """Count the time of a decode step."""
+        self.draft_s += clock.draft_s
+        self.verify_s += clock.verify_s
+        self.other_s += clock.other_s
 
     def record_decode(self, *, drafted: int, depth: int, accepted: int, emitted: int) -> None:
         """Count one decode step: `drafted` nodes down to `depth`, `accepted` of a path, `emitted` tokens."""
@@ -116,7 +150,7 @@ class RequestStats:
 
     @property
     def prefill_tokens_per_s(self) -> float | None:
-        return self.num_prompt_tokens / self.prefill_s if self.prefill_s else None
+        return self.num_prefill_tokens / self.prefill_s if self.prefill_s else None
 
     @property
     def decode_tokens_per_s(self) -> float | None:
@@ -129,6 +163,7 @@ def total(parts: Iterable[RequestStats]) -> RequestStats:
     for part in parts:
         for name in (
             "num_prompt_tokens",
+            "num_prefill_tokens",
             "num_steps",
             "num_draft_tokens",
             "num_accepted_tokens",
@@ -164,6 +199,16 @@ class EngineStats:
     draft_s: float = 0.0
     verify_s: float = 0.0
     other_s: float = 0.0
+
+    def record_step(self, clock: StepClock, prefill_rows: int, num_rows: int) -> None:
+        """Count a step in which `prefill_rows` of `num_rows` were those of prompts."""
+        share = prefill_rows / num_rows
+        self.num_steps += 1
+        self.num_prefill_tokens += prefill_rows
+        self.prefill_s += share * (clock.total_s - clock.draft_s)
+        self.draft_s += clock.draft_s
+        self.verify_s += (1 - share) * clock.verify_s
+        self.other_s += (1 - share) * clock.other_s
 
     def restore(self, saved: EngineStats) -> None:
         """Become what a copy says."""

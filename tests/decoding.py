@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from specdec.build import build_drafter, build_verifiers
-from specdec.engine import Engine, EngineConfig
+from specdec.draft_length import DraftLength
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.interfaces import SamplingParams, Segment
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.runner import ModelRunner
@@ -67,12 +69,19 @@ def engine_of(
     *,
     verifier: Any = "auto",
     runner: ModelRunner | None = None,
+    policy: DraftLength | None = None,
     **options: Any,
 ) -> Engine:
     """Return an engine over a model's shared runner, or over `runner`."""
     runner = runner_for(model) if runner is None else runner
     chosen = build_drafter(drafter, runner, None, drafter_options)
-    return Engine(runner, chosen, build_verifiers(verifier), EngineConfig(**options))
+    return Engine(runner, chosen, build_verifiers(verifier), EngineConfig(**options), policy)
+
+
+def looking_ahead(engine: Engine, tokens: int = 1) -> Engine:
+    """Return an engine that lets requests in on so many tokens' memory: with few it soon has to preempt."""
+    engine._scheduler.least_ahead = engine._scheduler._ahead = tokens
+    return engine
 
 
 def private_runner(model: Any, **options: Any) -> ModelRunner:

@@ -207,6 +207,7 @@ class TestGenerateOptions:
             ({"max_draft_tokens": -1}, "max_draft_tokens=-1"),
             ({"kernels": "fast"}, "kernels='fast'"),
             ({"kv_memory_bytes": -1}, "kv_memory_bytes=-1"),
+            ({"kv_dtype": ["int8"]}, r"kv_dtype=\['int8'\]"),
             ({"kv_memory_bytes": "1 pound"}, "kv_memory_bytes='1 pound'"),
             ({"kv_memory": "1GiB", "kv_memory_bytes": 1}, "one option"),
             ({"kv_dtype": "int9"}, "kv_dtype='int9'.*'int8', 'int4'"),

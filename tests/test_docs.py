@@ -24,7 +24,7 @@ from transformers import CompileConfig, GenerationConfig
 import specdec
 from specdec.api import _GENERATE_OPTIONS
 from specdec.drafters.static_tree import refuse_trees_on_chains
-from specdec.engine import DEFAULT_DRAFT_TOKENS, EngineConfig
+from specdec.engine_config import DEFAULT_DRAFT_TOKENS, EngineConfig
 from specdec.interfaces import DrafterContext, NoiseKey, SamplingParams, Stream
 from specdec.models.build import RunnerConfig
 from specdec.models.generation import REFUSED

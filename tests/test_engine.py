@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from specdec.engine import Engine, EngineConfig
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, InputError, ModelOutputError, OutOfCacheError, WrongThreadError
 from specdec.interfaces import SamplingParams
 from specdec.kv.storage import SlotStorage
@@ -176,6 +177,19 @@ class TestAFailedStepDidNotHappen:
         assert later.stats.num_draft_tokens > 0, "it is not given up for others"
         assert [r.message.count("raised RuntimeError in") for r in caplog.records].count(1) == 1, "said once"
         engine.target.cache.check_integrity()
+
+    def test_a_drafter_that_throws_in_release(self, caplog: pytest.LogCaptureFixture) -> None:
+        """The request is over all the same, and its tokens come with the step that ended it."""
+        model = model_of(named("llama"))
+        engine = engine_of(model, "ngram", runner=private_runner(model))
+        requests = [add(engine, prompt, most) for prompt, most in zip(PROMPTS, (4, 9, 9), strict=True)]
+        engine.drafter.release = lambda request_id: 1 / 0  # type: ignore[method-assign,assignment,return-value]
+        engine.step()
+        engine.abort(requests[1].request_id)
+        drain(engine)
+        assert [r.new_tokens for r in requests[::2]] == [reference(model, PROMPTS[i], n) for i, n in ((0, 4), (2, 9))]
+        assert engine.target.cache.usage()["num_used"] == 0
+        assert sum("could not release request" in r.message for r in caplog.records) >= 3
 
     @pytest.mark.parametrize("stage", ["forward", "commit"])
     @pytest.mark.parametrize("drafter", DRAFTERS)

@@ -20,14 +20,24 @@ SIBLINGS = ("drafters", "verifiers", "eval", "configs")
 Sources = dict[str, str]  # "specdec/drafters/ngram.py" -> its text
 
 ROOT = "__init__"  # specdec itself: `import specdec`, `from specdec import generate`
-BASE = {"errors", "interfaces", "registry"}
+BASE = {"errors", "interfaces", "interrupts", "registry"}
 CORE = BASE | {"sampling", "noise", "tree", "record", "request", "stats", "repetition"}
 ROOMS = CORE | {"kv", "models", "heads"}
-BELOW_ENGINE = {"scheduler", "residency", "acceptance", "target_rows", "drafting", "trace", "draft_length"}
+BELOW_ENGINE = {
+    "engine_config",
+    "scheduler",
+    "residency",
+    "acceptance",
+    "target_rows",
+    "drafting",
+    "trace",
+    "draft_length",
+}
 BELOW_API = ROOMS | BELOW_ENGINE | {"engine", "stream", "planner"}
 # A room may always import itself. `eval` stands in no other room's set: nobody imports it; `train` in `cli`'s alone.
 MAY_IMPORT: dict[str, set[str]] = {
     "errors": set(),
+    "interrupts": set(),
     "interfaces": {"errors"},
     "registry": {"errors", "interfaces"},
     **dict.fromkeys(("sampling", "noise", "tree", "record", "request", "stats", "repetition"), CORE),
@@ -41,6 +51,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "trace": CORE | {"scheduler", "target_rows", "acceptance"},
     "draft_length": BASE | {"request", "stats", "scheduler", "acceptance"},
     "residency": CORE | {"kv", "scheduler", "drafting"},
+    "engine_config": BASE | {"draft_length"},
     "engine": ROOMS | BELOW_ENGINE,
     "target_rows": CORE,
     "acceptance": CORE | {"scheduler"},

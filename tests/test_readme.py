@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,9 @@ def commands(first_word: str) -> list[str]:
     return [part for part in parts if part.split()[:1] == [first_word]]
 
 
+EXAMPLE, SERVER = blocks("python")
+
+
 @pytest.fixture(scope="module")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_tiny_chat_model(tmp_path_factory.mktemp("readme") / "tiny"))
@@ -40,18 +44,16 @@ def _own_cache(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
 
 
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs_on_a_tiny_model(code: str, tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    names = run_example(code.replace('"smollm2"', repr(tiny_model)))
+def test_python_runs_on_a_tiny_model(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names = run_example(EXAMPLE.replace('"smollm2"', repr(tiny_model)))
     plain = specdec.LLM(tiny_model).chat([{"role": "user", "content": "Why is the sky blue?"}], max_new_tokens=48)
     assert names["answer"].token_ids == plain.token_ids
     assert capsys.readouterr().out.startswith(plain.text)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("code", blocks("python"))
-def test_python_runs_as_it_stands(code: str, smollm2: object, capsys: pytest.CaptureFixture[str]) -> None:
-    run_example(code)
+def test_python_runs_as_it_stands(smollm2: object, capsys: pytest.CaptureFixture[str]) -> None:
+    run_example(EXAMPLE)
     shown = capsys.readouterr().out
     assert "scattering" in shown
     assert "three, four, five, six" in shown
@@ -68,8 +70,15 @@ def run_example(code: str) -> dict[str, object]:
 
 
 def test_example_is_short() -> None:
-    (code,) = blocks("python")
-    assert len([line for line in code.splitlines() if line.strip() and not line.startswith("#")]) <= 15
+    assert len([line for line in EXAMPLE.splitlines() if line.strip() and not line.startswith("#")]) <= 15
+
+
+def test_the_server_answers_every_request(tiny_model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, Any] = {}
+    exec(compile(SERVER.replace('"smollm2"', repr(tiny_model)), "README.md", "exec"), names)
+    assert len(capsys.readouterr().out.splitlines()) >= 3  # a line of each; texts may have further ones
+    assert names["engine"].metrics().num_finished == 3
+    names["engine"].check_integrity()
 
 
 @pytest.mark.parametrize("command", commands("specdec"))

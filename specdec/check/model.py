@@ -10,7 +10,7 @@ import torch
 from specdec.build import build_drafter
 from specdec.check.trained import SHIPPED_KINDS, shipped_drafter
 from specdec.errors import ModelOutputError, SpecdecError, UnsupportedModelError
-from specdec.kv.flash import find_attention
+from specdec.kv.flash import choose_attention
 from specdec.models.build import RunnerConfig, build_runner, runner_for
 from specdec.models.clone import device_of
 from specdec.models.compatibility import Refusal, find_refusal, max_positions, refuse_unsupported
@@ -161,7 +161,7 @@ def _described(found: Described, known: Compatibility, wanted: torch.dtype | str
 
 
 def _attention(level: str | None, device: torch.device, dtype: torch.dtype) -> str | None:
-    return str(find_attention(device, dtype)) if level == "attention" else None
+    return str(choose_attention(device, dtype)) if level == "attention" else None
 
 
 def _device_of(found: Described) -> torch.device:

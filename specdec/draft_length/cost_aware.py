@@ -184,24 +184,48 @@ class CostAwareLength:
     # ------------------------------------------------------------------ learning
 
     def learn(self, work: Sequence[Work], verdicts: Sequence[Verdict], draft_s: float) -> None:
-        """Take in what a step gave; see `DraftLength`."""
+        """Take in what a step gave; see `DraftLength`.
+
+        What may raise comes before anything is changed: a step that is undone must not have been learned from.
+        """
         asked = [(w, v) for w, v in zip(work, verdicts, strict=True) if w.max_draft_tokens > 0]
         step_s = self._step_s(sum(w.num_rows for w in work))
+        num_unseen = self._num_unseen(asked)
+        self._step_s(max(len(asked), num_unseen, 1))  # what `DraftCost` will ask for
+        tried, self._trying = self._tried(asked), None
         self._budget_s = min(self._budget_s + _PROBE_SHARE * step_s, self._most_saved_s)
         self._since_try += sum(len(v.tokens) for v in verdicts)
         if asked:
             self._last = None
             self._learn_shape(asked)
-            self._learn_cost(asked, draft_s)
+            self._learn_cost(asked, draft_s, num_unseen)
         for w, verdict in zip(work, verdicts, strict=True):
             if not w.is_prefill:
                 record = self._record(w.request.request_id)
                 record.since_asked += len(verdict.tokens)
                 if w.max_draft_tokens > 0:
-                    self._learn_request(record, w, verdict)
+                    self._learn_request(record, verdict, is_try=tried is not None and tried[1] is verdict)
+        if tried is not None:
+            self._settle_try(*tried, draft_s, is_alone=len(asked) == 1)
+
+    def _tried(self, asked: list[tuple[Work, Verdict]]) -> tuple[_Try, Verdict] | None:
+        """Return this step's try and what came of it, or None: also where memory ran out and it was not made."""
         if self._trying is not None:
-            self._settle_try(self._trying, draft_s, asked)
-            self._trying = None
+            for w, verdict in asked:
+                if w.request.request_id == self._trying.request_id:
+                    return self._trying, verdict
+        return None
+
+    def _num_unseen(self, asked: list[tuple[Work, Verdict]]) -> int:
+        """Return how many tokens the drafter may have had to catch up with."""
+        unseen = 0
+        for w, verdict in asked:
+            record = self._record(w.request.request_id)
+            if not record.num_asked:
+                unseen += len(w.request.tokens) - len(verdict.tokens)
+            elif record.since_asked > _PAUSE_TOKENS:
+                unseen += record.since_asked
+        return unseen
 
     def _learn_shape(self, asked: list[tuple[Work, Verdict]]) -> None:
         if self._tree_rows is None and any(v.depth < v.drafted for _, v in asked):
@@ -212,23 +236,16 @@ class CostAwareLength:
                 if verdict.drafted:
                     self._tree_rows.add(verdict.drafted)
 
-    def _learn_cost(self, asked: list[tuple[Work, Verdict]], draft_s: float) -> None:
-        records = [self._record(w.request.request_id) for w, _ in asked]
-        unseen = 0
-        for (w, verdict), record in zip(asked, records, strict=True):
-            if not record.num_asked:
-                unseen += len(w.request.tokens) - len(verdict.tokens)
-            elif record.since_asked > _PAUSE_TOKENS:
-                unseen += record.since_asked
+    def _learn_cost(self, asked: list[tuple[Work, Verdict]], draft_s: float, num_unseen: int) -> None:
         depth = max(v.depth for _, v in asked)
         if self._tree_rows is not None:
             depth = min(depth, 1)
-        self._cost.add(len(asked), sum(v.drafted > 0 for _, v in asked), depth, draft_s, num_unseen=unseen)
+        self._cost.add(len(asked), sum(v.drafted > 0 for _, v in asked), depth, draft_s, num_unseen=num_unseen)
 
-    def _learn_request(self, record: _Record, work: Work, verdict: Verdict) -> None:
+    def _learn_request(self, record: _Record, verdict: Verdict, is_try: bool) -> None:
         record.num_asked += 1
         record.since_asked = 0
-        if self._trying is None or self._trying.request_id != work.request.request_id:
+        if not is_try:
             record.wait = _LEAST_WAIT_TOKENS
         if verdict.drafted:
             accepted = verdict.num_accepted
@@ -237,10 +254,9 @@ class CostAwareLength:
             record.acceptance.add(accepted, judged)
             self._everyone.add(accepted, judged)
 
-    def _settle_try(self, tried: _Try, draft_s: float, asked: list[tuple[Work, Verdict]]) -> None:
+    def _settle_try(self, tried: _Try, verdict: Verdict, draft_s: float, *, is_alone: bool) -> None:
         """Pay for a try, and say when the next one is due."""
-        verdict = next(v for w, v in asked if w.request.request_id == tried.request_id)
-        self._budget_s -= tried.rows_s + (draft_s if len(asked) == 1 else tried.draft_s)
+        self._budget_s -= tried.rows_s + (draft_s if is_alone else tried.draft_s)
         self._since_try = 0
         record = self._record(tried.request_id)
         if verdict.num_accepted:

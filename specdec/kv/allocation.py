@@ -13,12 +13,15 @@ from dataclasses import dataclass
 
 from specdec.errors import OutOfCacheError
 from specdec.kv.blocks import BlockPool
+from specdec.kv.featured import FeaturedRows
 from specdec.kv.prefix import ROOT, PrefixIndex
 from specdec.kv.storage import SlotStorage
 from specdec.kv.table import BlockTable
 
 # Without a memory limit so much is kept of what no request holds any more.
 MOST_KEPT_BYTES = 2**30
+# A request that was read in pieces for so many steps has paid for as many copies, and is likely to stay.
+STEPS_IN_PIECES = 4
 _NOBODY = -(1 << 62)  # no request's id
 
 
@@ -42,7 +45,7 @@ class Allocation:
         self.storage, self.block_tokens = storage, block_tokens
         self.pool, self.index = BlockPool(), PrefixIndex(block_tokens)
         self.tables: dict[int, BlockTable] = {}
-        self.featured: dict[int, int] = {}  # block -> its leading rows that have hidden states
+        self.featured = FeaturedRows(block_tokens)
         self._unsettled = False
 
     @contextmanager
@@ -87,12 +90,7 @@ class Allocation:
         """
         table = BlockTable(self.block_tokens)
         with self._changing():
-            found = [] if token_ids is None else self.index.find(token_ids)
-            if featured:
-                complete = [self.featured.get(block, 0) == self.block_tokens for block, _ in found]
-                found = found[: complete.index(False)] if False in complete else found
-            known = 0 if token_ids is None else min(len(found) * self.block_tokens, len(token_ids) - 1)
-            found = found[: self._num_blocks(known)]
+            found, known = self._find(token_ids, featured)
             for block, _ in found:
                 self.pool.share(block)
             table.extend(block for block, _ in found)
@@ -101,6 +99,35 @@ class Allocation:
             self.pool.claim(request_id, self._num_blocks(expected_tokens) - len(found), table.last)
             self.tables[request_id] = table
         return known
+
+    def _find(self, token_ids: Sequence[int] | None, featured: bool) -> tuple[list[tuple[int, bytes]], int]:
+        """Return the known blocks (block, key) that `token_ids` begins with, and for how many tokens they will do."""
+        found = [] if token_ids is None else self.index.find(token_ids)
+        if featured:
+            complete = [self.featured.is_whole(block) for block, _ in found]
+            found = found[: complete.index(False)] if False in complete else found
+        known = 0 if token_ids is None else min(len(found) * self.block_tokens, len(token_ids) - 1)
+        return found[: self._num_blocks(known)], known
+
+    def num_to_open(self, num_tokens: int, token_ids: Sequence[int] | None, featured: bool) -> int:
+        """Return how many of the free blocks a new request takes that begins with `token_ids` and has `num_tokens`."""
+        self.settle()
+        found, known = self._find(token_ids, featured)
+        parked = sum(not self.pool.holders(block) for block, _ in found)
+        copied = known % self.block_tokens > 0  # the last block is others' too, and written to
+        return max(0, self._num_blocks(num_tokens) - len(found)) + parked + copied
+
+    def num_to_reach(self, request_id: int, num_tokens: int) -> int:
+        """Return how many of the free blocks a request takes until it has `num_tokens`."""
+        self.settle()
+        table = self.tables[request_id]
+        copied = self._shared_block(table) is not None
+        return max(0, self._num_blocks(num_tokens) - len(table.blocks)) + copied
+
+    def num_held_alone(self, request_id: int) -> int:
+        """Return how many blocks are free when a request is released."""
+        self.settle()
+        return sum(self.pool.holders(block) == 1 for block in self.tables[request_id].blocks)
 
     def release(self, request_id: int) -> None:
         """Give back everything of a request; unknown ones are ignored."""
@@ -154,6 +181,8 @@ class Allocation:
         table = self.tables[request_id]
         if num_tokens <= table.context_len:
             return
+        if table.steps_in_pieces >= STEPS_IN_PIECES:
+            self._gather(request_id, table, max(len(table.blocks), self._num_blocks(num_tokens)))
         shared = self._shared_block(table)
         more = max(0, self._num_blocks(num_tokens) - len(table.blocks))
         if not more and shared is None:
@@ -187,8 +216,7 @@ class Allocation:
         taken = self.pool.take(request_id, count, after)
         most = self.pool.max_blocks
         self.storage.grow((max(taken) + 1) * self.block_tokens, None if most is None else most * self.block_tokens)
-        for block in taken:
-            self.featured.pop(block, None)
+        self.featured.forget(taken)
         return taken
 
     def _unshare(self, request_id: int, table: BlockTable, index: int, *, in_place: bool) -> None:
@@ -210,8 +238,7 @@ class Allocation:
         table.extend(blocks)
         self.storage.copy(table.slices(0, len(blocks) * size), first * size)
         for i, block in enumerate(blocks):
-            if block in self.featured:
-                self.featured[first + i] = self.featured[block]
+            self.featured.copy(block, first + i)
 
     def _lengthen(self, request_id: int, table: BlockTable, more: int) -> None:
         """Append blocks, contiguous with the others where possible.
@@ -220,22 +247,51 @@ class Allocation:
         that it is read as a view again; the copies are O(1) per token, as the run doubles.
         """
         last = table.last
-        if last is not None and not self.pool.continues(request_id, last, more) and self._may_move(table):
-            length = len(table.blocks) + more
-            if self.pool.claim(request_id, 2 * length, whole=True):
-                new = self._take(request_id, length, None)
-                self._copy_blocks(table.blocks, new[0])
-                old = table.blocks
-                table.set_blocks(new)
-                for block, other in zip(old, new, strict=False):
-                    if block in self.index:
-                        self.index.replace(block, other)
-                    self.pool.drop(_NOBODY, block, keep=False)  # the owner's claim is elsewhere now
-                return
-        table.extend(self._take(request_id, more, last))
+        length = len(table.blocks) + more
+        if last is None and self.pool.num_claimed(request_id) < more:  # it is more than was expected from the start
+            self.pool.claim(request_id, 2 * length)
+        outgrown = last is not None and not self.pool.continues(request_id, last, more)
+        if not (outgrown and self._may_move(table) and self._move(request_id, table, length, 2 * length)):
+            table.extend(self._take(request_id, more, last))
 
     def _may_move(self, table: BlockTable) -> bool:
         return len(table.runs) == 1 and all(self.pool.holders(block) == 1 for block in table.blocks)
+
+    def _move(self, request_id: int, table: BlockTable, length: int, claimed: int) -> bool:
+        """Move a request to the first `length` blocks of a free run of `claimed`, or return False if there is none.
+
+        Blocks that others hold stay theirs, and are found where they were; of those it holds alone nothing stays.
+        """
+        if not self.pool.claim(request_id, claimed, whole=True):
+            return False
+        new = self._take(request_id, length, None)
+        self._copy_blocks(table.blocks, new[0])
+        old = table.blocks
+        table.set_blocks(new)
+        for block, other in zip(old, new, strict=False):
+            alone = self.pool.holders(block) == 1
+            if alone and block in self.index:
+                self.index.replace(block, other)
+            self.pool.drop(_NOBODY, block, keep=False)  # the owner's claim is elsewhere now
+        return True
+
+    def _gather(self, request_id: int, table: BlockTable, length: int) -> None:
+        """Put the pieces of a request together for good, in a copy of its own, where memory is plenty.
+
+        Shared blocks are what leaves a request in pieces: it continues elsewhere, and its whole context is concatenated
+        in every layer of every step. The copy is one pass over it. No block is evicted for it, and half of those that a
+        memory limit allows stay free.
+        """
+        table.steps_in_pieces = 0  # if it cannot be now, it is tried again after as many steps
+        self.settle()
+        most = self.pool.max_blocks
+        if most is not None and 2 * (self.pool.num_available - length) < most:
+            return
+        try:
+            with self._changing():
+                self._move(request_id, table, length, length + length // 2)
+        except OutOfCacheError:  # of the storage: it stays as it is
+            self.settle()
 
     # ------------------------------------------------------------------ prompts that begin alike
 
@@ -252,7 +308,7 @@ class Allocation:
                 if added is None:
                     return
                 key, block = added
-                if self.featured.get(block, 0) < self.featured.get(table.blocks[i], 0):
+                if self.featured.rows(block) < self.featured.rows(table.blocks[i]):
                     self._replace(block, table.blocks[i])
                 table.keys.append(key)
 

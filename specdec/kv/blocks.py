@@ -84,6 +84,10 @@ class BlockPool:
         if claim is not None:
             self._insert(claim)
 
+    def num_claimed(self, owner: int) -> int:
+        """Return how many blocks are set aside for `owner`."""
+        return self._claims[owner].length if owner in self._claims else 0
+
     def continues(self, owner: int, after: int, count: int) -> bool:
         """Tell whether `owner` would get its next `count` blocks right behind block `after`."""
         claim = self._claims.get(owner)

@@ -19,9 +19,9 @@ from specdec.kv.plan import MaskPattern, PlannedSegment, StepPlan, read
 from specdec.kv.storage import SlotStorage
 
 BLOCK_TOKENS = 16
-# A hint claims so many tokens, or twice the prompt, at most: it may be far more than what will come, and tensors reach
-# as far as the last slot in use. Who needs more moves to a run of twice the length.
-_MOST_CLAIMED_TOKENS = 1024
+# A hint claims so many tokens behind the prompt at most: it may be far more than what will come, and tensors reach as
+# far as the last slot in use. Who needs more moves to a run of twice the length.
+_MOST_CLAIMED_TOKENS = 128
 _FEATURES = "features"  # beside the layers' numbers, among the names in the storage
 
 
@@ -101,6 +101,24 @@ class KVCache:
         self._set_limit()
         return -(-num_tokens // self.block_tokens) <= self._allocation.num_free
 
+    def num_blocks_to_open(self, num_tokens: int, token_ids: Sequence[int]) -> int:
+        """Return how many of the free blocks a new request of `num_tokens` takes; what others hold already costs none.
+
+        Args:
+            num_tokens: that it is to have room for.
+            token_ids: its first tokens, of which some may be known; see `open`.
+        """
+        self._set_limit()
+        return self._allocation.num_to_open(num_tokens, token_ids if self.prefix_caching else None, self.keeps_features)
+
+    def num_blocks_to_reach(self, request_id: int, num_tokens: int) -> int:
+        """Return how many of the free blocks a request still takes until it has room for `num_tokens`."""
+        return self._allocation.num_to_reach(request_id, num_tokens)
+
+    def num_blocks_held_alone(self, request_id: int) -> int:
+        """Return how many blocks would be free if a request were released."""
+        return self._allocation.num_held_alone(request_id)
+
     def check_fits(self, num_tokens: int) -> None:
         """Raise OutOfCacheError if a request of `num_tokens` could not even run alone."""
         most = self.max_tokens
@@ -123,12 +141,12 @@ class KVCache:
     # ------------------------------------------------------------------ requests
 
     def open(self, request_id: int, expected_tokens: int, token_ids: Sequence[int] | None = None) -> int:
-        """Begin a request; no memory is taken.
+        """Begin a request; no free block is taken, though blocks that are found stay held for it.
 
         Args:
             request_id: its name.
             expected_tokens: how many it will probably hold: where so many slots in a row are free it begins there,
-                and others avoid them while they can.
+                and others avoid them while they can. Of what comes after `token_ids` a part is enough to begin with.
             token_ids: its first tokens, of which the KV of all but the last may be known already.
 
         Returns:
@@ -136,7 +154,7 @@ class KVCache:
         """
         assert request_id not in self._sequences, f"request {request_id} is open already"
         self._set_limit()
-        expected = min(expected_tokens, max(_MOST_CLAIMED_TOKENS, 2 * len(token_ids or ())))
+        expected = min(expected_tokens, len(token_ids or ()) + _MOST_CLAIMED_TOKENS)
         known = token_ids if self.prefix_caching else None
         return self._allocation.open(request_id, expected, known, self.keeps_features)
 
@@ -177,6 +195,8 @@ class KVCache:
             self._move(request_id, rows)
         table.context_len += len(rows)
         table.close()
+        if self.backend is None:  # whose kernel reads pages where they lie
+            table.note_step()
         self._allocation.trim(request_id)
 
     def _move(self, request_id: int, rows: list[int]) -> None:
@@ -222,7 +242,7 @@ class KVCache:
     def store_features(self, request_id: int, start: int, rows: Tensor) -> None:
         """Keep hidden states [m, F] of committed positions from `start` on, for requests that begin alike."""
         table = self._sequences[request_id]
-        stop, size, featured = start + len(rows), self.block_tokens, self._allocation.featured
+        stop = start + len(rows)
         assert start >= 0 and stop <= table.context_len, f"positions {start}-{stop} of {table.context_len} committed"
         if not len(rows):
             return
@@ -233,18 +253,12 @@ class KVCache:
             for piece in table.slices(start, stop):
                 stored[0][piece] = rows[first : first + piece.stop - piece.start]
                 first += piece.stop - piece.start
-        for index in range(start // size, -(-stop // size)):
-            block = table.blocks[index]
-            if start - index * size <= featured.get(block, 0):
-                featured[block] = max(featured.get(block, 0), min(stop - index * size, size))
+        self._allocation.featured.note(table.blocks, start, stop)
 
     def features(self, request_id: int, start: int, stop: int) -> Tensor:
         """Return copies of the hidden states [stop - start, F] that were kept for these positions."""
         table = self._sequences[request_id]
-        size = self.block_tokens
-        for index in range(start // size, -(-stop // size)):
-            kept = index * size + self._allocation.featured.get(table.blocks[index], 0)
-            assert kept >= min(stop, (index + 1) * size), f"hidden states of positions {kept}-{stop} were not stored"
+        self._allocation.featured.check(table.blocks, start, stop)
         return read(self._storage.parts[_FEATURES][0], table.slices(start, stop)).clone()
 
     # ------------------------------------------------------------------ what is stored
@@ -297,6 +311,8 @@ class KVCache:
             above = None if segment.parents is None else segment.parents.tolist()
             kv_positions, visible = (t.to(device) for t in table.grow_tree(m, above))
             positions = kv_positions[kv_len - m :]
+            if table.is_chain:
+                kv_positions = visible = None
         return PlannedSegment(
             segment.request_id,
             first_row,
@@ -383,9 +399,8 @@ class KVCache:
         rows = (k, v) if self.codec is None else self.codec.encode(layer, k, v)
         stored = self._storage.parts.get(layer)
         if stored is None:
+            self._dtypes[layer] = k.dtype  # before the part, by which everything about a layer is known to be there
             stored = self._storage.add(layer, rows)
-            self._dtypes[layer] = k.dtype
-        for s in plan.segments:
-            for part, new in zip(stored, rows, strict=True):
-                s.write(part, new)
+        for part, new in zip(stored, rows, strict=True):
+            plan.write(part, new)
         return stored

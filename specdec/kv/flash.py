@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
@@ -20,15 +19,13 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from specdec.kv.plan import MaskPattern, StepPlan
-
-log = logging.getLogger("specdec")
+from specdec.kv.plan import MaskPattern, PlannedSegment, StepPlan
+from specdec.kv.storage import is_out_of_memory
 
 PAGE_TOKENS = 256  # the kernel's pages are a multiple of it
 _LARGEST_WIDTH = 256
 _WIDTH_STEP = 8  # other widths are padded by a copy of the whole cache
 _ARGUMENTS = {"cu_seqlens_q", "cu_seqlens_k", "softmax_scale", "causal", "window_size", "softcap", "block_table"}
-_said: set[str] = set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,7 +85,7 @@ class FlashBackend:
             and width % _WIDTH_STEP == 0
         )
         chains = all(s.visible is None for s in plan.segments)
-        return fits and chains and sinks is None and (pattern is None or _window(plan, pattern) is not None)
+        return fits and chains and sinks is None and (pattern is None or pattern.window is not None)
 
     def attend(
         self,
@@ -113,7 +110,7 @@ class FlashBackend:
             softcap: see `attend_segment`.
         """
         packed = _packed(plan, q.device, self.page_tokens)
-        window = None if pattern is None else _window(plan, pattern)
+        window = None if pattern is None else pattern.window
         self.num_calls += 1
         out: Tensor = self._function(
             q,
@@ -147,15 +144,6 @@ def _packed(plan: StepPlan, device: torch.device, page_tokens: int) -> _Packed:
     return found
 
 
-def _window(plan: StepPlan, pattern: MaskPattern) -> int | None:
-    """Return `window_of` a pattern, once for all its layers."""
-    key = ("window", pattern.key)
-    if key not in plan.derived:
-        plan.derived[key] = window_of(pattern)
-    found: int | None = plan.derived[key]
-    return found
-
-
 def _pack(plan: StepPlan, device: torch.device, page_tokens: int) -> _Packed:
     rows = [s.num_rows for s in plan.segments]
     lengths = [s.kv_len for s in plan.segments]
@@ -174,32 +162,13 @@ def _pack(plan: StepPlan, device: torch.device, page_tokens: int) -> _Packed:
     )
 
 
-def window_of(pattern: MaskPattern) -> int | None:
-    """Return the size of the sliding window that a pattern is, or None if it is something else.
-
-    `local_size` alone does not say so, as chunks have one too; the pattern is asked about keys around both ends of the
-    window, for queries all over a few windows.
-    """
-    size = pattern.local_size
-    if size is None or size < 1:
-        return None
-    queries = torch.tensor([size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size + size // 2])
-    distances = torch.tensor([0, 1, size - 1, size, size + 1])
-    keys = (queries[:, None] - distances).clamp_min(0).unique()[None, :]
-    queries = queries[:, None]
-    try:
-        allowed = pattern.allow(queries, keys)
-    except RuntimeError:  # it holds tensors on another device: no plain arithmetic
-        return None
-    return size if bool((allowed == (keys > queries - size))[keys <= queries].all()) else None
-
-
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
     """Which attention runs, and why: `str` gives both in one line."""
 
     backend: FlashBackend | None
     why: str
+    failed: bool = False  # flash-attn is installed for this device and does not run on it
 
     def __str__(self) -> str:
         name = "SDPA" if self.backend is None else f"flash-attn {self.backend.version}".rstrip()
@@ -209,34 +178,26 @@ class AttentionChoice:
 def choose_attention(
     device: torch.device, dtype: torch.dtype, wanted: str = "auto", block_tokens: int | None = None
 ) -> AttentionChoice:
-    """Return what attends for a model on `device` that computes in `dtype`, and say it in the log, once.
+    """Return what attends for a model on `device` that computes in `dtype`; flash-attn has been tried there.
 
     Args:
         device: of the model.
         dtype: of its keys and values as they are stored.
-        wanted: "sdpa" leaves flash-attn out, and nothing is said.
+        wanted: "sdpa" leaves flash-attn out.
         block_tokens: slots per block, where they are given; None = PAGE_TOKENS if flash-attn runs.
     """
-    found = find_attention(device, dtype, wanted, block_tokens or PAGE_TOKENS)
-    line = f"attention: {found}"
-    if wanted != "sdpa" and line not in _said:
-        _said.add(line)
-        log.info(line)
-    return found
-
-
-def find_attention(
-    device: torch.device, dtype: torch.dtype, wanted: str = "auto", page_tokens: int = PAGE_TOKENS
-) -> AttentionChoice:
-    """Return what `choose_attention` does, without a word in the log."""
     if wanted == "sdpa":
         return AttentionChoice(None, "as asked for")
+    page_tokens = block_tokens or PAGE_TOKENS
     obstacle = _obstacle(device, dtype, page_tokens)
     if obstacle is not None:
         return AttentionChoice(None, obstacle)
     loaded = _load(page_tokens)
     if isinstance(loaded, str):
         return AttentionChoice(None, loaded)
+    failure = _failure(loaded, device, dtype)
+    if failure is not None:
+        return AttentionChoice(None, f"flash-attn {loaded.version} fails on this device: {failure}", failed=True)
     return AttentionChoice(loaded, "prefill and chains; trees, sinks and chunks on SDPA")
 
 
@@ -271,3 +232,18 @@ def _load(page_tokens: int) -> FlashBackend | str:
     if function is None or not _ARGUMENTS.issubset(inspect.signature(function).parameters):
         return f"flash-attn {version} has no paged flash_attn_varlen_func; install 2.8"
     return FlashBackend(function, version, page_tokens)
+
+
+def _failure(backend: FlashBackend, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Run one row over one page; return what the kernel said if it fails, as a build for another GPU does."""
+    try:
+        row = torch.ones(1, 1, 64, device=device, dtype=dtype)
+        page = row.repeat(backend.page_tokens, 1, 1)
+        pages = [slice(0, 1)]
+        segment = PlannedSegment(0, 0, 1, pages, pages, [0], 1, None, None, torch.zeros(1, dtype=torch.int64))
+        backend.attend(StepPlan([segment], segment.positions), row, page, page)
+    except RuntimeError as error:
+        if is_out_of_memory(error):
+            raise
+        return " ".join(str(error).split())[:200]
+    return None

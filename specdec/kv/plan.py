@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 AllowFunction = Callable[[Tensor, Tensor], Tensor]  # (query positions [m, 1], key positions [1, n]) -> bool [m, n]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class MaskPattern:
     """Which earlier positions a layer may see, beyond causality and the tree: a window, a chunk.
 
@@ -23,6 +24,26 @@ class MaskPattern:
     key: Hashable
     allow: AllowFunction
     local_size: int | None = None
+
+    @cached_property
+    def window(self) -> int | None:
+        """Return the size of the sliding window that this is, or None if it is something else.
+
+        `local_size` alone does not say so, as chunks have one too; the pattern is asked about keys around both ends of
+        the window, for queries all over a few windows.
+        """
+        size = self.local_size
+        if size is None or size < 1:
+            return None
+        queries = torch.tensor([size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 1, 3 * size + size // 2])
+        distances = torch.tensor([0, 1, size - 1, size, size + 1])
+        keys = (queries[:, None] - distances).clamp_min(0).unique()[None, :]
+        queries = queries[:, None]
+        try:
+            allowed = self.allow(queries, keys)
+        except (RuntimeError, IndexError):  # it holds tensors, on another device or of so many positions: no arithmetic
+            return None
+        return size if bool((allowed == (keys > queries - size))[keys <= queries].all()) else None
 
 
 def sliding_window(size: int) -> MaskPattern:
@@ -61,18 +82,10 @@ class PlannedSegment:
     block_table: Sequence[int]  # the request's blocks, for kernels that page by themselves
     kv_len: int  # committed tokens + reservation rows up to and including this segment
     kv_positions: Tensor | None  # [kv_len] int64; None = 0 .. kv_len - 1 (no tree in the reservation)
-    visible: Tensor | None  # [num_rows, kv_len] bool, ancestors only; None = causal in slot order
+    visible: Tensor | None  # [num_rows, kv_len] bool, ancestors only; None = a chain, causal in slot order
     positions: Tensor  # [num_rows] int64
     _masks: dict[Hashable, Tensor | None] = field(default_factory=dict)
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
-
-    def write(self, stored: Tensor, rows: Tensor) -> None:
-        """Put the segment's own of `rows` [T, ...] into `stored` [slots, ...]."""
-        first = self.first_row
-        for target in self.targets:
-            stop = first + target.stop - target.start
-            stored[target] = rows[first:stop]
-            first = stop
 
     def read(self, stored: Tensor) -> Tensor:
         """Return the request's rows [kv_len, ...] of `stored` [slots, ...]."""
@@ -101,7 +114,7 @@ class PlannedSegment:
         return self._masks[key]
 
     def _build(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
-        if pattern is None and self.visible is None and self.num_rows == 1:
+        if self._sees_all(pattern):
             return None
         device = self.positions.device
         allowed = self.visible
@@ -113,12 +126,15 @@ class PlannedSegment:
             if keys is None:
                 keys = torch.arange(self.kv_len, device=device)
             allowed = allowed & pattern.allow(self.positions[:, None], keys[None, :])
-        if bool(allowed.all()):
-            return None
         bias = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
         if repeat > 1:
             bias = bias[:, None, :].expand(-1, repeat, -1).reshape(-1, self.kv_len)
         return bias
+
+    def _sees_all(self, pattern: MaskPattern | None) -> bool:
+        """Tell whether no row needs a mask, by arithmetic: looking at one would make a GPU's caller wait for it."""
+        alone = self.num_rows == 1 and self.visible is None
+        return alone and (pattern is None or (pattern.window or 0) >= self.kv_len)
 
 
 @dataclass(slots=True)
@@ -132,6 +148,18 @@ class StepPlan:
     @property
     def num_rows(self) -> int:
         return int(self.positions.shape[0])
+
+    def write(self, stored: Tensor, rows: Tensor) -> None:
+        """Put `rows` [T, ...] into their slots of `stored` [slots, ...], in one call for all requests."""
+        first = self.segments[0]
+        if len(self.segments) == len(first.targets) == 1:
+            stored[first.targets[0]] = rows
+            return
+        key = ("slots", stored.device)
+        if key not in self.derived:
+            slots = [slot for s in self.segments for t in s.targets for slot in range(t.start, t.stop)]
+            self.derived[key] = torch.tensor(slots, dtype=torch.int64).to(stored.device)
+        stored.index_copy_(0, self.derived[key], rows.to(stored.dtype))
 
     def mask(self, like: Tensor) -> Tensor:
         """Return the additive mask [T, N] over the keys of all segments side by side; dtype and device of `like`.

@@ -22,6 +22,7 @@ class BlockTable:
     used: int = 0  # reservation rows written so far
     parents: list[int] | None = None  # per used row, when the reservation holds a tree
     depths: list[int] = field(default_factory=list)
+    steps_in_pieces: int = 0  # since the blocks lie in several runs, which are put together in every layer of a step
 
     # ------------------------------------------------------------------ blocks
 
@@ -77,7 +78,16 @@ class BlockTable:
         """Return the slot of one position."""
         return self.blocks[position // self.block_tokens] * self.block_tokens + position % self.block_tokens
 
+    def note_step(self) -> None:
+        """Count a step, if its rows were read in pieces."""
+        self.steps_in_pieces = self.steps_in_pieces + 1 if len(self.runs) > 1 else 0
+
     # ------------------------------------------------------------------ the reservation
+
+    @property
+    def is_chain(self) -> bool:
+        """Tell whether the rows written so far follow one another, as a tree or not."""
+        return self.parents is None or self.parents == list(range(-1, len(self.parents) - 1))
 
     def become_tree(self) -> list[int]:
         """Spell out the chain so far as parents and depths, so that tree rows can be appended to it."""

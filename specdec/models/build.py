@@ -17,6 +17,7 @@ from specdec.interfaces import Segment
 from specdec.kv.cache import BLOCK_TOKENS, KVCache
 from specdec.kv.codecs import codec_of
 from specdec.kv.flash import PAGE_TOKENS, choose_attention
+from specdec.kv.storage import is_out_of_memory
 from specdec.models import lean
 from specdec.models.byte_size import num_bytes_of
 from specdec.models.clone import clone_sharing_parameters, device_of, fingerprint
@@ -25,6 +26,7 @@ from specdec.models.conformance import LEAN_TOLERANCE, SHORT, Reference, compare
 from specdec.models.hosted import base_forward
 from specdec.models.hosted_mask import MaskedProgram
 from specdec.models.hosting import host, refuse_difference
+from specdec.models.int8_copy import Calibration, calibration_of
 from specdec.models.kv_smoothing import kv_codec
 from specdec.models.matmul import FusedLinear, KernelFactory, KernelTables, is_plain_linear
 from specdec.models.probe import Compatibility
@@ -66,7 +68,7 @@ class RunnerConfig:
             raise ConfigError(f"lean={self.lean!r}; allowed: True, False")
 
 
-_Kept = dict[RunnerConfig, tuple[tuple[object, ...], ModelRunner]]
+_Kept = dict[tuple[RunnerConfig, Calibration | None], tuple[tuple[object, ...], ModelRunner]]
 _RUNNERS: weakref.WeakKeyDictionary[nn.Module, _Kept] = weakref.WeakKeyDictionary()
 _BUILDING = threading.Lock()
 # What code of a model raises when it meets inputs or dtypes it was not written for; our own errors are ValueErrors.
@@ -92,12 +94,27 @@ def runner_for(model: Any, config: RunnerConfig = RunnerConfig(), tokenizer: Any
         now = fingerprint(model)
         kept = {c: (seen, r) for c, (seen, r) in _RUNNERS.get(model, {}).items() if seen == now}
         plain = replace(config, kv_memory_bytes=None, kv_dtype=None, kv_block_tokens=None, attention="sdpa")
-        if plain not in kept:
-            kept[plain] = (now, build_runner(model, plain))
-        if config not in kept:
-            kept[config] = (now, _with_cache(kept[plain][1], config, tokenizer))
+        if (plain, None) not in kept:
+            kept[plain, None] = (now, build_runner(model, plain))
+        base = kept[plain, None][1]
+        key = (config, None if config.kv_dtype is None else calibration_of(base, tokenizer))
+        if key not in kept:
+            kept[key] = (now, _with_cache(base, config, tokenizer))
         _RUNNERS[model] = kept
-        return kept[config][1]
+        return kept[key][1]
+
+
+def has_runners() -> bool:
+    """Tell whether a model that still lives was prepared in this process, and so has run."""
+    return bool(_RUNNERS)
+
+
+def is_current(model: Any, runner: ModelRunner) -> bool:
+    """Tell whether a runner, from `runner_for`, is that of the model as it is now."""
+    model = unwrapped(model)
+    with _BUILDING:
+        now = fingerprint(model)
+        return any(r is runner and seen == now for seen, r in _RUNNERS.get(model, {}).values())
 
 
 def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:
@@ -142,26 +159,29 @@ def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunn
 
 def _with_cache(runner: ModelRunner, config: RunnerConfig, tokenizer: Any | None) -> ModelRunner:
     """Return a runner of the same program over the KV cache that a config describes."""
-    other = runner.with_own_cache()
     assert not isinstance(config.kv_memory_bytes, str), "texts became numbers"
     codec = None if config.kv_dtype is None else kv_codec(config.kv_dtype, runner, tokenizer)
-    backend = None
+    choice = None
     if codec is None and not isinstance(runner.program, MaskedProgram):  # which attends by itself
-        backend = choose_attention(runner.device, runner.dtype, config.attention, config.kv_block_tokens).backend
+        choice = choose_attention(runner.device, runner.dtype, config.attention, config.kv_block_tokens)
+    backend = None if choice is None else choice.backend
     usual = BLOCK_TOKENS if backend is None else PAGE_TOKENS
-    other.cache = KVCache(
+    cache = KVCache(
         max_bytes=config.kv_memory_bytes,
         block_tokens=config.kv_block_tokens or usual,
         codec=codec,
         backend=backend,
     )
+    other = runner.with_cache(cache)
     try:
         _size_cache(other)
-    except RuntimeError as error:  # a build without kernels for this GPU, above all
-        if backend is None:
+    except RuntimeError as error:  # what the kernel does not do for this model, above all
+        if backend is None or is_out_of_memory(error):
             raise
-        log.warning("attention: SDPA; flash-attn %s fails on this device: %s", backend.version, error)
+        log.warning("attention: SDPA; flash-attn %s fails for this model: %s", backend.version, error)
         return _with_cache(runner, replace(config, attention="sdpa"), tokenizer)
+    if choice is not None and config.attention != "sdpa":  # not before it is known to run
+        log.log(logging.WARNING if choice.failed else logging.INFO, "attention: %s", choice)
     return other
 
 

@@ -349,16 +349,6 @@ def _unpad(input_ids: Tensor, mask: Tensor) -> list[tuple[list[int], list[int]]]
     return [(ids[kept].tolist(), ids[~kept].tolist()) for ids, kept in zip(input_ids, mask.bool(), strict=True)]
 
 
-def config_processors(model: Any, prompt: list[int], max_new_tokens: int) -> list[Any]:
-    """Return the processors that the model's own generation config asks for, temperature and the like left out."""
-    if model.generation_config is None:
-        return []
-    config, _ = model._prepare_generation_config(None, do_sample=False)
-    config.max_new_tokens = max_new_tokens
-    call = prepare(model, torch.tensor([prompt]), config, set())
-    return [processor_for_row(p, 0, 1) for p in call.processors]
-
-
 def criteria_for(model: Any, stopping_criteria: Any | None) -> tuple[RowCriteria, ...]:
     """Return stopping criteria of the caller's as an engine's, for a row without padding."""
     criteria = _as_criteria(stopping_criteria)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -40,21 +41,23 @@ Question: A train travels 180 km in 2.5 hours. What is its speed? Answer: 180 / 
 Dear Mr. Okafor, thank you for your letter of 12 June; please find the signed contract attached. Kind regards.
 """
 
-_PROGRAMS: weakref.WeakKeyDictionary[Any, Program] = weakref.WeakKeyDictionary()
+_PROGRAMS: weakref.WeakKeyDictionary[Any, dict[Calibration, Program]] = weakref.WeakKeyDictionary()
 _PROGRAM_BYTES: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def int8_copy(runner: ModelRunner, tokenizer: Any | None) -> ModelRunner:
-    """Return a runner of the target's int8 copy that shares its KV cache; built once per target program.
+    """Return a runner of the target's int8 copy that shares its KV cache; built once per target program and text.
 
     Raises:
         IncompatibleDrafterError: the target is on CUDA, or too little of it is Linear layers.
     """
-    program = _PROGRAMS.get(runner.program)
+    known = _PROGRAMS.setdefault(runner.program, {})
+    calibration = calibration_of(runner, tokenizer)
+    program = known.get(calibration)
     if program is None:
         refuse_unsuited(runner)
-        program, num_bytes = _build(runner, calibration_ids(runner, tokenizer))
-        _PROGRAMS[runner.program] = program
+        program, num_bytes = _build(runner, calibration.ids(runner))
+        known[calibration] = program
         _PROGRAM_BYTES[program] = num_bytes
     return runner.sharing_cache(program, extra_weight_bytes=_PROGRAM_BYTES[program])
 
@@ -97,18 +100,40 @@ def linear_share(model: Any) -> float:
     return num_bytes(linear) / max(1, num_bytes(read))
 
 
-def calibration_ids(runner: ModelRunner, tokenizer: Any | None) -> Tensor:
-    """Return [n, length] token ids to calibrate on: a text, or what the model itself says where none can be encoded."""
-    if tokenizer is not None:
-        ids = tokenizer(CALIBRATION_TEXT, return_tensors="pt").input_ids
-        if int(ids.max()) < runner.vocab_size:  # else it is another model's tokenizer
-            return ids[:, : runner.max_positions or ids.shape[1]].to(runner.device)
+@dataclass(frozen=True, slots=True)
+class Calibration:
+    """What a model is calibrated on: a text in its tokens, or None = its own samples.
+
+    What is calibrated is kept by it: the first who asks does not decide for those after him.
+    """
+
+    text_ids: tuple[int, ...] | None
+
+    def ids(self, runner: ModelRunner) -> Tensor:
+        """Return [n, length] token ids on the runner's device, each row a text of its own."""
+        if self.text_ids is None:
+            return _own_samples(runner)
+        return torch.tensor([self.text_ids], device=runner.device)
+
+
+def calibration_of(runner: ModelRunner, tokenizer: Any | None) -> Calibration:
+    """Return what a model is calibrated on: the built-in text where its tokenizer is given."""
+    if tokenizer is None:
+        return Calibration(None)
+    ids = tokenizer(CALIBRATION_TEXT, return_tensors="pt").input_ids[0].tolist()
+    if not ids or max(ids) >= runner.vocab_size:  # it is another model's tokenizer
+        return Calibration(None)
+    return Calibration(tuple(ids[: runner.max_positions or len(ids)]))
+
+
+def _own_samples(runner: ModelRunner) -> Tensor:
+    """Return [n, length] token ids that the model itself says, the same ones each time."""
     num, length = 8, min(24, runner.max_positions or 24)
     ids = torch.linspace(0, runner.vocab_size - 1, num).long()[:, None].to(runner.device)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(0)  # of the CPU, so the draws are made there
     while ids.shape[1] < length:
-        probs = torch.softmax(base_forward(runner.model, ids)[:, -1].float(), dim=-1)
-        ids = torch.cat([ids, torch.multinomial(probs, 1, generator=generator)], dim=1)
+        probs = torch.softmax(base_forward(runner.model, ids)[:, -1].float(), dim=-1).cpu()
+        ids = torch.cat([ids, torch.multinomial(probs, 1, generator=generator).to(ids.device)], dim=1)
     return ids
 
 

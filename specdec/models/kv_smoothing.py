@@ -12,36 +12,37 @@ from torch import Tensor
 
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
-from specdec.kv.codecs import QuantisedKV
-from specdec.models.int8_copy import calibration_ids
+from specdec.kv.codecs import QuantisedKV, channel_factors
+from specdec.models.int8_copy import Calibration, calibration_of
 from specdec.models.runner import ModelRunner, Program
 
 log = logging.getLogger("specdec")
 
 _REQUEST_ID = 0
-_SMOOTHING: weakref.WeakKeyDictionary[Program, Mapping[int, Tensor]] = weakref.WeakKeyDictionary()
+_SMOOTHING: weakref.WeakKeyDictionary[Program, dict[Calibration, Mapping[int, Tensor]]] = weakref.WeakKeyDictionary()
 
 
 def kv_codec(name: str, runner: ModelRunner, tokenizer: Any | None = None) -> QuantisedKV:
     """Return a codec with a model's own factors.
 
+    They follow from the model and from what is calibrated on, never from who asked for them before.
+
     Args:
         name: "int8" or "int4".
         runner: of the model.
-        tokenizer: for the text that is calibrated on; without one the model's own samples are. Whoever asks first
-            decides: what is stored must not depend on who uses a model later.
+        tokenizer: for the text that is calibrated on; without one the model's own samples are.
     """
-    if runner.program not in _SMOOTHING:
-        _SMOOTHING[runner.program] = _calibrate(name, runner, calibration_ids(runner, tokenizer))
-    return QuantisedKV(name, _SMOOTHING[runner.program])
+    known = _SMOOTHING.setdefault(runner.program, {})
+    calibration = calibration_of(runner, tokenizer)
+    if calibration not in known:
+        known[calibration] = _factors(runner, calibration.ids(runner))
+    return QuantisedKV(name, known[calibration])
 
 
-def _calibrate(name: str, runner: ModelRunner, ids: Tensor) -> dict[int, Tensor]:
+def _factors(runner: ModelRunner, ids: Tensor) -> dict[int, Tensor]:
     """Return layer -> [h, D] factors from the keys of `ids` [n, length], each row a text of its own."""
     log.debug("calibrating the KV cache's keys on %d tokens", ids.numel())
-    exact = runner.sharing_cache(runner.program)
-    exact.cache = KVCache()
-    codec = QuantisedKV(name)
+    exact = runner.with_cache(KVCache())
     keys: dict[int, list[Tensor]] = {}
     for row in ids:
         exact.cache.open(_REQUEST_ID, len(row))
@@ -51,6 +52,4 @@ def _calibrate(name: str, runner: ModelRunner, ids: Tensor) -> dict[int, Tensor]
         for layer in exact.cache.layers:
             keys.setdefault(layer, []).append(exact.cache.contents(_REQUEST_ID, layer)[0])
         exact.cache.release(_REQUEST_ID)
-    for layer, parts in keys.items():
-        codec.calibrate(layer, torch.cat(parts))
-    return codec.smoothing
+    return {layer: channel_factors(torch.cat(parts)) for layer, parts in keys.items()}

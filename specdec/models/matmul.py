@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from specdec.models.cache_dir import atomic_write_json, ensure_cache_dir
+from specdec.errors import ModelLoadError
+from specdec.models.cache_dir import atomic_write_json, dir_lock, ensure_cache_dir
 from specdec.models.progress import reporting
 
 log = logging.getLogger("specdec")
@@ -142,40 +143,54 @@ class KernelTables:
     def get(self, shape: tuple[int, int], dtype: torch.dtype) -> KernelTable:
         """Return the table for weights [out, in] of a dtype, measuring it the first time."""
         key = f"{shape} {dtype}"
-        tables = self._load()
-        if key not in tables:
-            with torch.inference_mode():
-                tables[key] = measure_table(shape, dtype)
-                if tables[key].is_disturbed:
-                    tables[key] = measure_table(shape, dtype)
-            if tables[key].is_disturbed:
-                log.warning(
-                    "other work on this machine disturbed the timing of %s products; the choice of kernels may be "
-                    "poor, and is made anew next time",
-                    key,
-                )
-            self._save()
-        return tables[key]
-
-    def _load(self) -> dict[str, KernelTable]:
         if self._tables is None:
-            self._tables = {}
-            try:
-                stored = json.loads((ensure_cache_dir() / self._name).read_text())["tables"]
-                tables = {k: KernelTable(tuple(a), tuple(b)) for k, (a, b) in stored.items()}
-                if all(len(t.default_s) == len(t.prepacked_s) == len(ROW_BUCKETS) for t in tables.values()):
-                    self._tables = {k: t for k, t in tables.items() if not t.is_disturbed}
-            except (OSError, ValueError, KeyError, TypeError, AttributeError):
-                pass  # absent, unreadable or damaged: measured again
-        return self._tables
+            self._tables = self._read()
+        if key not in self._tables:
+            self._tables[key] = self._kept_or_measured(key, shape, dtype)
+        return self._tables[key]
 
-    def _save(self) -> None:
-        sound = {k: t for k, t in (self._tables or {}).items() if not t.is_disturbed}
-        tables = {k: [list(t.default_s), list(t.prepacked_s)] for k, t in sound.items()}
+    def _kept_or_measured(self, key: str, shape: tuple[int, int], dtype: torch.dtype) -> KernelTable:
+        """Return what another process has timed meanwhile, or time it and add it to what the file holds."""
+        table = None
         try:
-            atomic_write_json(ensure_cache_dir() / self._name, {"machine": self._machine, "tables": tables})
-        except (OSError, ValueError) as error:
+            path = ensure_cache_dir() / self._name
+            with dir_lock(path):  # two processes that time at once disturb each other
+                kept = self._read()
+                table = kept.get(key)
+                if table is None:
+                    kept[key] = table = _measure_soundly(key, shape, dtype)
+                    tables = {
+                        k: [list(t.default_s), list(t.prepacked_s)] for k, t in kept.items() if not t.is_disturbed
+                    }
+                    atomic_write_json(path, {"machine": self._machine, "tables": tables})
+        except (OSError, ModelLoadError) as error:
             log.warning("measured kernel times could not be kept: %s", error)
+        return table or _measure_soundly(key, shape, dtype)
+
+    def _read(self) -> dict[str, KernelTable]:
+        try:
+            stored = json.loads((ensure_cache_dir() / self._name).read_text(encoding="utf-8"))["tables"]
+            tables = {k: KernelTable(tuple(a), tuple(b)) for k, (a, b) in stored.items()}
+            if all(len(t.default_s) == len(t.prepacked_s) == len(ROW_BUCKETS) for t in tables.values()):
+                return {k: t for k, t in tables.items() if not t.is_disturbed}
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            pass  # absent, unreadable or damaged: measured again
+        return {}
+
+
+def _measure_soundly(key: str, shape: tuple[int, int], dtype: torch.dtype) -> KernelTable:
+    """Return `measure_table`, once more if it was disturbed; say so if it was again."""
+    with torch.inference_mode():
+        table = measure_table(shape, dtype)
+        if table.is_disturbed:
+            table = measure_table(shape, dtype)
+    if table.is_disturbed:
+        log.warning(
+            "other work on this machine disturbed the timing of %s products; the choice of kernels may be poor, and is "
+            "made anew next time",
+            key,
+        )
+    return table
 
 
 class FusedLinear(nn.Module):

@@ -128,6 +128,10 @@ class ModelRunner:
             prefix_caching=of.prefix_caching,
             backend=of.backend,
         )
+        return self.with_cache(cache)
+
+    def with_cache(self, cache: KVCache) -> ModelRunner:
+        """Return a runner of the same program over a given cache, empty and of nobody else."""
         other = self._other(self.program, cache, self.extra_weight_bytes)
         other.loaded = self.loaded
         return other

@@ -127,6 +127,7 @@ def identity(runner: ModelRunner) -> dict[str, Any]:
 def _kept_or_measured(runner: ModelRunner) -> StepTimes:
     what = identity(runner)
     digest = hashlib.sha256(json.dumps(what, sort_keys=True).encode()).hexdigest()[:16]
+    kept = None
     try:
         path = ensure_cache_dir() / f"step-times-{digest}.json"
         with dir_lock(path):  # two processes that time at once disturb each other
@@ -134,10 +135,9 @@ def _kept_or_measured(runner: ModelRunner) -> StepTimes:
             if kept is None:
                 kept = _measure(runner)
                 atomic_write_json(path, {"of": what, "rows": [*kept.rows], "seconds": [*kept.seconds]})
-            return kept
     except (OSError, ModelLoadError) as error:
         log.warning("the target's step times could not be kept: %s", error)
-        return _measure(runner)
+    return kept or _measure(runner)
 
 
 def _read(path: Path) -> StepTimes | None:
@@ -151,7 +151,8 @@ def _read(path: Path) -> StepTimes | None:
 
 def _measure(runner: ModelRunner) -> StepTimes:
     own = runner.with_own_cache()
-    most = min(runner.max_positions or 1 << 30, _capacity_tokens(own))
+    own.cache.max_bytes = None  # the table is the model's, whatever limit the first who asks has; it takes 256 tokens
+    most = runner.max_positions or 1 << 30
     rows = [r for r in ROWS if r <= max(2, most // 2)]
     context = max(1, min(_CONTEXT_TOKENS, most - rows[-1]))
     what = f"timing the target's forward with 1 to {rows[-1]} rows, once for this model and machine"
@@ -163,9 +164,3 @@ def _measure(runner: ModelRunner) -> StepTimes:
     seconds = step_seconds(own, rows, context=context, repeats=repeats)
     report(what, 1, 1)
     return StepTimes(tuple(rows), smooth(seconds))
-
-
-def _capacity_tokens(runner: ModelRunner) -> int:
-    """Return how many tokens the KV memory limit leaves room for."""
-    cache = runner.cache
-    return cache.max_bytes // cache.bytes_per_token if cache.max_bytes and cache.bytes_per_token else 1 << 30

@@ -13,7 +13,7 @@ from specdec.planner.model import read_model
 from specdec.planner.names import choose
 from specdec.planner.roofline import Part, Phase
 from specdec.planner.speculation import MOST_DRAFT_TOKENS, Seconds
-from specdec.planner.trained_head import TrainedHead, eagle_shape, find_head, local_path, medusa_shape
+from specdec.planner.trained_head import TrainedHead, eagle_shape, find_head, local_path, medusa_shape, shipped_name
 from specdec.planner.weights import Packed, Weights
 from specdec.planner.work import ModelWork
 from specdec.registry import DRAFTERS, refuse_unknown
@@ -87,6 +87,9 @@ def _computed(name: str, beside: Beside, options: dict[str, Any], has_ratio: boo
     if name not in _BUILD and has_ratio:
         return _own(name, options)
     build, allowed = _BUILD[choose("drafter", name, _BUILD, _hints(name))]
+    shipped = shipped_name(beside.target.model.name, name)
+    if "model" in allowed and "model" not in options and shipped is not None:
+        options = {**options, "model": shipped}  # as the drafter itself takes it
     refuse_unknown(f"the planner's drafter {name!r}", options, allowed)
     return build(beside, options)
 

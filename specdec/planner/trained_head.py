@@ -76,6 +76,12 @@ def find_head(source: str | os.PathLike[str]) -> TrainedHead | None:
     return _read(name, fields) if isinstance(fields, dict) else None
 
 
+def shipped_name(target: str, drafter: str) -> str | None:
+    """Return the name of the head or draft model that ships for a built-in target, or None."""
+    name = f"{target}-{drafter}"
+    return name if Path(name).name == name and (_SHIPPED / name / "config.json").is_file() else None
+
+
 def local_path(name: str) -> Path:
     """Return the path that a name stands for; one with an unknown user's ~ stands for itself."""
     try:

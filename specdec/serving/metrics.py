@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from specdec.stats import EngineStats, RequestStats, total
@@ -15,9 +15,12 @@ _MOST_KEPT = 1024  # finished requests that percentiles are taken over: the late
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """Return a percentile, linear between neighbours; None of nothing."""
-    if not values:
+    return _at(sorted(values), percent)
+
+
+def _at(ordered: Sequence[float], percent: float) -> float | None:
+    if not ordered:
         return None
-    ordered = sorted(values)
     place = (len(ordered) - 1) * percent / 100
     low = int(place)
     high = min(low + 1, len(ordered) - 1)
@@ -26,8 +29,23 @@ def percentile(values: Sequence[float], percent: float) -> float | None:
 
 def percentiles(values: Iterable[float | None]) -> dict[str, float | None]:
     """Return {"p50": ..., "p90": ..., "p99": ...} of the values that are not None."""
-    known = [v for v in values if v is not None]
-    return {f"p{p}": percentile(known, p) for p in PERCENTILES}
+    ordered = sorted(v for v in values if v is not None)
+    return {f"p{p}": _at(ordered, p) for p in PERCENTILES}
+
+
+def both(first: EngineStats, second: EngineStats) -> EngineStats:
+    """Return the sum of two engines' counters and times."""
+    return EngineStats(**{f.name: getattr(first, f.name) + getattr(second, f.name) for f in fields(EngineStats)})
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """An engine between two of its steps, as whoever steps it sees it: in the middle of one the books are open."""
+
+    stats: EngineStats
+    kv: dict[str, float]  # see `KVCache.usage`
+    drafter_kv: dict[str, float] | None  # of the drafter's own cache, if it has one
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,9 +56,10 @@ class Metrics:
     num_waiting: int
     num_finished: int
     num_aborted: int
-    num_failed: int  # ended by an exception of their own processor or criterion
+    num_failed: int  # ended by an exception, above all of their own processor or criterion
     engine: EngineStats
     kv: dict[str, float]  # see `KVCache.usage`
+    drafter_kv: dict[str, float] | None  # of the drafter's own cache, if it has one
     acceptance_rate: float | None
     acceptance_length: float | None
     queue_s: dict[str, float | None]
@@ -74,23 +93,25 @@ class Finished:
             self.num_finished += 1
             self.kept.append(stats)
 
-    def metrics(self, engine: EngineStats, kv: dict[str, float], num_running: int, num_waiting: int) -> Metrics:
-        """Return the moment's figures."""
-        whole = total(self.kept)
+    def metrics(self, moment: Moment, num_running: int, num_waiting: int) -> Metrics:
+        """Return the moment's figures. May be called while another thread adds."""
+        kept = list(self.kept)
+        whole = total(kept)
         return Metrics(
             num_running=num_running,
             num_waiting=num_waiting,
             num_finished=self.num_finished,
             num_aborted=self.num_aborted,
             num_failed=self.num_failed,
-            engine=engine,
-            kv=kv,
+            engine=moment.stats,
+            kv=moment.kv,
+            drafter_kv=moment.drafter_kv,
             acceptance_rate=whole.acceptance_rate,
             acceptance_length=whole.acceptance_length,
-            queue_s=percentiles(s.queue_s for s in self.kept),
-            ttft_s=percentiles(s.ttft_s for s in self.kept),
-            tpot_s=percentiles(s.tpot_s for s in self.kept),
-            itl_s=percentiles(gap for s in self.kept for gap in s.itl_s),
-            prefill_tokens_per_s=engine.prefill_tokens_per_s,
-            decode_tokens_per_s=engine.decode_tokens_per_s,
+            queue_s=percentiles(s.queue_s for s in kept),
+            ttft_s=percentiles(s.ttft_s for s in kept),
+            tpot_s=percentiles(s.tpot_s for s in kept),
+            itl_s=percentiles(gap for s in kept for gap in s.itl_s),
+            prefill_tokens_per_s=moment.stats.prefill_tokens_per_s,
+            decode_tokens_per_s=moment.stats.decode_tokens_per_s,
         )

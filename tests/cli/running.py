@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import json
 import os
 import pty
@@ -59,6 +61,7 @@ class Terminal:
     def read_until(self, pattern: str | None, timeout_s: float = 60.0) -> str:
         """Return what it shows from here on until `pattern` is seen or, with None, until it is gone."""
         text, deadline = "", time.monotonic() + timeout_s
+        characters = io.IncrementalNewlineDecoder(codecs.getincrementaldecoder("utf-8")("replace"), translate=True)
         while time.monotonic() < deadline and not (pattern and re.search(pattern, text)):
             if not select.select([self._descriptor], [], [], 0.1)[0]:
                 continue
@@ -68,7 +71,7 @@ class Terminal:
                 break
             if not data:
                 break
-            text += data.decode(errors="replace").replace("\r\n", "\n")
+            text += characters.decode(data)
         self.text += text
         assert pattern is None or re.search(pattern, text), text
         return text

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from specdec.cli.bench import serve_command
-from specdec.engine import EngineConfig
+from specdec.engine_config import EngineConfig
 from specdec.eval.load import LoadConfig
 from specdec.serving.engine import MAX_WAITING
 from tests.cli.running import as_json, refused, run

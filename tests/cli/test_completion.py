@@ -14,7 +14,7 @@ from specdec import LLM
 from specdec.cli import completion
 from specdec.cli.options import DEFAULTS
 from specdec.draft_length import DRAFT_LENGTHS
-from specdec.engine import EngineConfig
+from specdec.engine_config import EngineConfig
 from specdec.kv.codecs import LARGEST
 from specdec.models import dtypes
 from specdec.registry import DRAFTERS, VERIFIERS

@@ -249,3 +249,11 @@ def test_help_says_what_it_is() -> None:
     words = run("plan", "--help").stdout
     for text in ("--device", "--bandwidth", "--acceptance", "Times are floors"):
         assert text in words
+
+
+def test_drafters_that_ship_for_a_built_in_model_are_planned_as_they_are() -> None:
+    """As the drafters themselves take them: nothing has to be named."""
+    found = as_json(run("plan", "smollm2", "--device", "l4", "--drafter", "draft_model", "--json"))
+    named = as_json(run("plan", "smollm2", "--device", "l4", "--drafter", "smollm2-draft_model", "--json"))
+    assert found["speculation"] == named["speculation"]
+    assert found["memory"] == named["memory"]

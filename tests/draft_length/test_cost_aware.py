@@ -297,3 +297,64 @@ def test_a_released_request_is_forgotten() -> None:
     policy.release(0)
     policy.release(0)
     assert not policy._requests
+
+
+class Counting:
+    """t(M) that cannot say how long many rows take, for a while."""
+
+    def __init__(self) -> None:
+        self.most = 1 << 30
+
+    def at(self, rows: int) -> float:
+        if rows > self.most:
+            raise RuntimeError(f"{rows} rows were never timed")
+        return CPU.at(min(rows, 32))
+
+
+def due_for_a_try() -> tuple[CostAwareLength, list[Work]]:
+    """Return a policy that tries request 0 in its next step, with savings for it, and the step's work."""
+    policy = taught(0, 1, 1e-5)
+    work = [work_of(0), work_of(1, most=0)]
+    for _ in range(200):
+        plain = [replace(w, max_draft_tokens=0) for w in work]
+        policy.learn(plain, [verdict_of(w, 0, 0) for w in plain], 0.0)
+    allotted = list(policy.allot(work))
+    assert [w.max_draft_tokens for w in allotted] == [1, 0]
+    return policy, allotted
+
+
+@pytest.mark.parametrize("what_is_left", ["no drafts", "no request"])
+def test_a_try_that_memory_took_away_is_not_paid_and_made_later(what_is_left: str) -> None:
+    policy, allotted = due_for_a_try()
+    both = [work_of(0), work_of(1, most=0)]
+    saved = policy._budget_s
+    left = [replace(allotted[0], max_draft_tokens=0), allotted[1]] if what_is_left == "no drafts" else allotted[1:]
+    policy.learn(left, [verdict_of(w, 0, 0) for w in left], 0.0)
+    assert policy._budget_s >= saved
+    again = list(policy.allot(both))
+    assert [w.max_draft_tokens for w in again] == [1, 0]
+    policy.learn(again, [verdict_of(again[0], 0, 1), verdict_of(again[1], 0, 0)], 1e-3)
+    assert policy._budget_s < saved
+    assert [w.max_draft_tokens for w in policy.allot(both)] == [0, 0]
+
+
+def test_what_cannot_be_learned_changes_nothing() -> None:
+    """A step that is undone is run again: it must not have been learned from."""
+    times = Counting()
+    policies = [CostAwareLength(times) for _ in range(2)]
+    for step in range(60):
+        work = [replace(work_of(i), max_draft_tokens=1 + (step + i) % 3) for i in range(3)]
+        verdicts = [verdict_of(w, step % 2, w.max_draft_tokens) for w in work]
+        if step % 7 == 0:
+            long = [work_of(90 + step, rows=500, most=0, is_prefill=True), *work]  # of these rows nothing is known
+            times.most = 200
+            with pytest.raises(RuntimeError, match="never timed"):
+                policies[0].learn(long, [verdict_of(long[0], 0, 0), *verdicts], 1.0)
+            times.most = 1 << 30
+        for policy in policies:
+            policy.learn(work, verdicts, 1e-3)
+        caps = [work_of(i) for i in range(3)]
+        one, other = (policy.allot(caps) for policy in policies)
+        assert [w.max_draft_tokens for w in one] == [w.max_draft_tokens for w in other]
+        assert policies[0]._budget_s == policies[1]._budget_s
+        assert policies[0]._since_try == policies[1]._since_try

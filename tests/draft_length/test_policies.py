@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from specdec.draft_length import DRAFT_LENGTHS, CostAwareLength, build_draft_length
+from specdec.draft_length import DRAFT_LENGTHS, ConfidenceLength, CostAwareLength, StaticLength, build_draft_length
 from specdec.errors import ConfigError, SpecdecError
 from specdec.interfaces import SamplingParams
 from specdec.request import Request, StopRules
@@ -71,3 +74,54 @@ def test_fault_24_an_adversary_is_switched_off_in_the_engine() -> None:
             drafted_at.append(had)
     assert drafted_at
     assert max(drafted_at) <= 32
+
+
+class Faulty(StaticLength):
+    """A policy one method of which raises, or answers what was not asked."""
+
+    name = "faulty"
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def _raise(self, where: str) -> None:
+        if self.where == where:
+            raise StopIteration
+
+    def allot(self, work: Sequence[Work]) -> Sequence[Work]:
+        self._raise("allot")
+        if self.where == "too many":
+            return [replace(w, max_draft_tokens=w.max_draft_tokens + 1) for w in work]
+        return list(work)[1:] if self.where == "too few" else work
+
+    def learn(self, work: Sequence[Work], verdicts: Sequence[Any], draft_s: float) -> None:
+        self._raise("learn")
+
+    def release(self, request_id: int) -> None:
+        self._raise("release")
+
+
+@pytest.mark.parametrize("where", ["allot", "learn", "release", "too many", "too few"])
+def test_a_faulty_policy_costs_drafts_and_stalls_nobody(where: str, caplog: pytest.LogCaptureFixture) -> None:
+    model = model_of(named("llama"))
+    engine = engine_of(model, "random", policy=Faulty(where))
+    texts = prompts(3, 8)
+    requests = [add(engine, text, 12) for text in texts]
+    with caplog.at_level(logging.WARNING, "specdec"):
+        for _ in range(40):
+            engine.step()
+    assert [r.new_tokens for r in requests] == [reference(model, text, 12) for text in texts]
+    assert not engine.has_unfinished
+    drafted = sum(r.stats.num_draft_tokens for r in requests)
+    assert (drafted > 0) == (where in ("learn", "release"))
+    said = [r.getMessage() for r in caplog.records if "draft length 'faulty'" in r.getMessage()]
+    assert len(said) == 1
+
+
+def test_an_engine_follows_its_config() -> None:
+    """Also one that is built without `build_engine`: a knob without effect would be dropped silently."""
+    model = model_of(named("llama"))
+    for name, kind in (("static", StaticLength), ("confidence", ConfidenceLength), ("cost_aware", CostAwareLength)):
+        engine = engine_of(model, "ngram", draft_length=name, confidence_threshold=0.3)
+        assert type(engine.draft_length) is kind
+    assert engine_of(model, draft_length="confidence", confidence_threshold=0.3).draft_length.min_confidence == 0.3

@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from specdec.api import LLM
 from specdec.build import build_drafter
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.engine import DEFAULT_DRAFT_TOKENS
+from specdec.engine_config import DEFAULT_DRAFT_TOKENS
 from specdec.errors import ConfigError
 from specdec.heads.draft_vocabulary import whole_vocabulary
 from specdec.heads.small_model import load_small_model, save_small_model

@@ -131,6 +131,8 @@ def test_kv_error_end_to_end(tiny: Path) -> None:
     assert found["int4"]["share_of_bytes"] < found["int8"]["share_of_bytes"] < 0.3
     with pytest.raises(ConfigError, match="kv_dtype='fp3'"):
         kv_error.measure(config("kv_error", tiny, "kv_dtype=fp3"))
+    with pytest.raises(ConfigError, match="compared with itself"):
+        kv_error.measure(config("kv_error", tiny, "kv_dtype=null"))
     with pytest.raises(ConfigError, match="both sides"):
         kv_error.measure(config("kv_error", tiny, "+engine.kv_dtype=int8"))
 

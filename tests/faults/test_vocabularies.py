@@ -15,7 +15,8 @@ from transformers import PreTrainedTokenizerFast
 import specdec
 from specdec.build import build_verifiers
 from specdec.drafters.draft_model import DraftModelDrafter
-from specdec.engine import Engine, EngineConfig
+from specdec.engine import Engine
+from specdec.engine_config import EngineConfig
 from specdec.errors import ConfigError, IncompatibleDrafterError
 from specdec.interfaces import DrafterContext, SamplingParams
 from specdec.models.vocabulary import report_intersection

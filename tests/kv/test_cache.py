@@ -11,6 +11,7 @@ from torch import Tensor
 from specdec.errors import OutOfCacheError
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
+from specdec.kv.storage import SlotStorage, is_out_of_memory
 from tests.decoding import add, drain, engine_of, private_runner
 from tests.models.architectures import model_of, named
 
@@ -156,6 +157,35 @@ class TestOutOfCache:
         held.cache.reserve(0, 40)
         assert all(torch.equal(a, b) for a, b in zip(held.contents(0), kept, strict=True))
 
+    @pytest.mark.parametrize(
+        ("error", "memory"),
+        [
+            (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"), True),
+            (RuntimeError("[enforce fail at alloc_cpu.cpp:127] . DefaultCPUAllocator: not enough memory"), True),
+            (MemoryError(), True),
+            (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+            (RuntimeError("Expected all tensors to be on the same device"), False),
+            (ValueError("not enough memory"), False),
+        ],
+        ids=repr,
+    )
+    def test_only_want_of_memory_is_called_so(
+        self, error: Exception, memory: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        assert is_out_of_memory(error) is memory
+        held = HeldDown()
+        before = self.state(held)
+
+        def fail(*args: Any, **kwargs: Any) -> Tensor:
+            raise error
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", fail)
+            with pytest.raises(OutOfCacheError if memory else type(error)) as raised:
+                held.cache.reserve(0, 1000)
+        assert isinstance(raised.value, OutOfCacheError) is memory
+        assert self.state(held) == before
+
     def test_check_fits_names_both_numbers(self) -> None:
         held = HeldDown()
         held.cache.max_bytes = 27 * held.cache.bytes_per_token
@@ -163,6 +193,19 @@ class TestOutOfCache:
         said = r"25 tokens \(\d+ bytes\) and the limit of \d+ bytes holds 24, in blocks of 4; raise"
         with pytest.raises(OutOfCacheError, match=said):
             held.cache.check_fits(25)
+
+
+def test_what_nobody_asked_for_is_not_copied_as_tensors_grow(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = SlotStorage()
+    storage.grow(10, None)
+    (part,) = storage.add(0, [torch.zeros(1, 2)])
+    storage.grow(12, None)  # makes 20
+    storage.parts[0][0].fill_(7.0)
+    assert part.shape[0] == 10
+    monkeypatch.setattr(torch, "empty", torch.zeros)
+    storage.grow(21, None)
+    assert storage.parts[0][0].shape[0] == 40
+    assert storage.parts[0][0][:, 0].tolist() == [7.0] * 12 + [0.0] * 28
 
 
 def test_restore_goes_back_only() -> None:

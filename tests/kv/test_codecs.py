@@ -8,14 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from specdec import LLM
 from specdec.errors import ConfigError
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
-from specdec.kv.codecs import LARGEST, QuantisedKV
+from specdec.kv.codecs import LARGEST, QuantisedKV, channel_factors
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.kv_smoothing import kv_codec
 from tests.decoding import add, assert_fresh_kv, drain, engine_of, private_runner, prompts
-from tests.models.architectures import model_of, named
+from tests.models.architectures import build, model_of, named
 
 NONE = torch.tensor([], dtype=torch.int64)
 each = pytest.mark.parametrize("name", sorted(LARGEST))
@@ -68,6 +69,63 @@ class TestRoundTrip:
             got, _ = codec.decode(0, codec.encode(0, keys, keys), torch.float32)
             errors.append(float((got - keys)[..., 2:14].square().mean().sqrt()))
         assert errors[1] < errors[0] / 4
+
+    @each
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_half_precision_with_large_and_small_factors(self, name: str, dtype: torch.dtype) -> None:
+        """Codes times factors leave float16's range, scales fall below it: neither may be seen in what is read."""
+        factors = torch.tensor([[600.0, 3.0, 0.02, 60000.0, 1e-5, 700.0]])
+        codec = QuantisedKV(name, {0: factors})
+        k = (factors * rows(50, 1, 6).clamp(-1, 1)).to(dtype)
+        v = 2e-6 * rows(50, 1, 6, seed=1).to(dtype)
+        keys, values = codec.decode(0, codec.encode(0, k, v), dtype)
+        assert keys.dtype == values.dtype == dtype
+        step = 1.01 / LARGEST[name]  # of the largest smoothed number of a row; half of it, and the dtype's rounding
+        bound = (0.5 * step + 2**-8 + 2**-9) * (k.double() / factors).abs().amax(-1, keepdim=True) * factors + 6e-8
+        assert ((keys.double() - k.double()).abs() <= bound).all()
+        bound = (0.5 * step + 2**-8) * v.double().abs().amax(-1, keepdim=True) + 6e-8
+        assert ((values.double() - v.double()).abs() <= bound).all()
+
+    @each
+    @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+    def test_what_is_read_is_rounded_once(self, name: str, dtype: torch.dtype) -> None:
+        factors = 0.3 + 8 * torch.rand(1, 64, generator=torch.Generator().manual_seed(0))
+        codec = QuantisedKV(name, {0: factors})
+        k = (factors * rows(100, 1, 64)).to(dtype)
+        stored = codec.encode(0, k, k)
+        keys, values = codec.decode(0, stored, dtype)
+        exact = codec.decode(0, stored, torch.float64)  # the same codes in the widest arithmetic
+        assert torch.equal(keys.double(), exact[0].to(dtype).double())
+        assert torch.equal(values.double(), exact[1].to(dtype).double())
+
+    @each
+    def test_the_largest_float16(self, name: str) -> None:
+        codec = QuantisedKV(name)
+        x = torch.tensor([65504.0, -65504.0, 1.0], dtype=torch.float16).view(1, 1, 3)
+        keys, _ = codec.decode(0, codec.encode(0, x, x), torch.float16)
+        torch.testing.assert_close(keys[..., :2], x[..., :2], rtol=0.01, atol=0)
+
+    @each
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
+    @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
+    def test_what_is_not_finite_is_nan_and_stays_in_its_row(self, name: str, bad: float, dtype: torch.dtype) -> None:
+        codec = QuantisedKV(name)
+        x = rows(3, 2, 4).to(dtype)
+        want = codec.decode(0, codec.encode(0, x, x), dtype)
+        x[1, 0, 2] = bad
+        assert codec.encode(0, x, x)[1][1, 0].isnan(), "whatever the machine makes of it as an integer"
+        for got, clean in zip(codec.decode(0, codec.encode(0, x, x), dtype), want, strict=True):
+            assert got[1, 0].isnan().all()
+            got[1, 0] = clean[1, 0]
+            assert torch.equal(got, clean)
+
+    def test_calibrating_on_what_is_not_finite_or_silent(self) -> None:
+        keys = torch.tensor([[[3.0, float("nan")], [0.0, 0.0]], [[float("inf"), -2.0], [0.0, 0.0]]])
+        assert channel_factors(keys)[0].tolist() == [3.0, 2.0]
+        codec = QuantisedKV("int8", {0: channel_factors(keys)})
+        loud = torch.full((1, 2, 2), 1e5)
+        got, _ = codec.decode(0, codec.encode(0, loud, loud), torch.float32)
+        torch.testing.assert_close(got, loud, rtol=0.01, atol=0)
 
     def test_layers_have_their_own_factors(self) -> None:
         codec = QuantisedKV("int8", {0: torch.full((1, 2), 2.0)})
@@ -174,6 +232,16 @@ class TestDecoding:
                     if r.finish_reason is None and engine.target.cache.is_open(r.request_id):
                         assert_fresh_kv(engine.target, r.request_id, r.tokens)
             assert [r.new_tokens for r in requests] == [r.new_tokens for r in expected]
+
+    def test_half_precision_beyond_float16s_range(self, name: str) -> None:
+        """A bias that makes channels of keys large, as trained models have them; 127 times 700 is no float16."""
+        model = build(named("qwen2"), torch.float32)
+        with torch.no_grad():
+            for layer in model.model.layers:
+                layer.self_attn.k_proj.bias[3] = 700.0
+        model = model.to(torch.float16)
+        answer = LLM(model, kv_dtype=name).generate([[5, 6, 7]], max_new_tokens=4, ignore_eos=True)[0]
+        assert len(answer.token_ids) == 4
 
     def test_the_factors_are_the_models(self, name: str) -> None:
         """Calibrated once, the same for every cache, for both widths and whoever asks."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 from typing import Any
 
@@ -13,12 +12,13 @@ from torch import Tensor
 from specdec.interfaces import Segment
 from specdec.kv import flash
 from specdec.kv.cache import KVCache
-from specdec.kv.flash import PAGE_TOKENS, FlashBackend, choose_attention, window_of
+from specdec.kv.flash import PAGE_TOKENS, FlashBackend, choose_attention
 from specdec.kv.plan import MaskPattern, StepPlan, sliding_window
 from tests.kv.flash_emulation import Emulated, fake_package
 
 NONE = torch.tensor([], dtype=torch.int64)
 HEADS, KV_HEADS, WIDTH = 4, 2, 8
+REAL_FAILURE = flash._failure
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
@@ -211,20 +211,21 @@ class TestSupports:
 
 @pytest.mark.parametrize("size", [1, 2, 3, 8, 4096])
 def test_a_window_is_told_from_other_patterns(size: int) -> None:
-    assert window_of(sliding_window(size)) == size
-    assert window_of(MaskPattern(0, sliding_window(size).allow)) is None  # nobody said how large
-    assert window_of(MaskPattern(0, sliding_window(size + 1).allow, size)) is None
+    assert sliding_window(size).window == size
+    assert MaskPattern(0, sliding_window(size).allow).window is None  # nobody said how large
+    assert MaskPattern(0, sliding_window(size + 1).allow, size).window is None
     if size > 1:
-        assert window_of(chunks(size)) is None
-        assert window_of(MaskPattern(0, sliding_window(size - 1).allow, size)) is None
-    both_ways = MaskPattern(0, lambda q, k: (k > q - size) | (k == 0), size)
-    assert window_of(both_ways) is None
+        assert chunks(size).window is None
+        assert MaskPattern(0, sliding_window(size - 1).allow, size).window is None
+    assert MaskPattern(0, lambda q, k: (k > q - size) | (k == 0), size).window is None
+    few = torch.ones(size, dtype=torch.bool)
+    assert MaskPattern(0, lambda q, k: few[q] & few[k], size).window is None  # knows so many positions only
 
 
 class TestChoice:
     @pytest.fixture(autouse=True)
-    def _nothing_said(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(flash, "_said", set())
+    def _nothing_installed(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(flash, "_failure", lambda *args: None)  # there is no GPU to try a kernel on
         monkeypatch.setitem(sys.modules, "flash_attn", None)  # importing it fails as if it were not installed
 
     @pytest.fixture
@@ -240,18 +241,41 @@ class TestChoice:
         assert choice.backend is None
         return str(choice)
 
-    def test_installed(self, monkeypatch: pytest.MonkeyPatch, ampere: Any, caplog: pytest.LogCaptureFixture) -> None:
+    def test_installed(self, monkeypatch: pytest.MonkeyPatch, ampere: Any) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn", fake_package())
-        with caplog.at_level(logging.INFO, "specdec"):
-            choices = [choose_attention(CUDA, torch.float16) for _ in range(3)]
-        assert all(type(c.backend) is FlashBackend and c.backend.page_tokens == PAGE_TOKENS for c in choices)
-        line = "attention: flash-attn 2.8.3 (prefill and chains; trees, sinks and chunks on SDPA)"
-        assert caplog.messages == [line]
+        choice = choose_attention(CUDA, torch.float16)
+        assert type(choice.backend) is FlashBackend
+        assert choice.backend.page_tokens == PAGE_TOKENS
+        assert str(choice) == "flash-attn 2.8.3 (prefill and chains; trees, sinks and chunks on SDPA)"
 
-    def test_absent(self, ampere: Any, caplog: pytest.LogCaptureFixture) -> None:
-        with caplog.at_level(logging.INFO, "specdec"):
-            assert self.why() == "SDPA (flash-attn is not installed)"
-        assert caplog.messages == ["attention: SDPA (flash-attn is not installed)"]
+    def test_absent(self, ampere: Any) -> None:
+        assert self.why() == "SDPA (flash-attn is not installed)"
+
+    def test_installed_and_failing(self, monkeypatch: pytest.MonkeyPatch, ampere: Any) -> None:
+        monkeypatch.setitem(sys.modules, "flash_attn", fake_package())
+        monkeypatch.setattr(flash, "_failure", lambda *args: "CUDA error: no kernel image is available")
+        assert self.why() == "SDPA (flash-attn 2.8.3 fails on this device: CUDA error: no kernel image is available)"
+        assert choose_attention(CUDA, torch.float16).failed
+
+    @pytest.mark.parametrize("page_tokens", [PAGE_TOKENS, 2 * PAGE_TOKENS])
+    def test_the_trial(self, monkeypatch: pytest.MonkeyPatch, page_tokens: int) -> None:
+        backend = Emulated()
+        backend.page_tokens = page_tokens
+        assert REAL_FAILURE(backend, CPU, torch.bfloat16) is None
+        assert backend.num_calls == 1
+
+        def fails(*args: Any, **options: Any) -> None:
+            raise RuntimeError("CUDA error: no kernel image is\navailable")
+
+        monkeypatch.setattr(backend, "_function", fails)
+        assert REAL_FAILURE(backend, CPU, torch.bfloat16) == "CUDA error: no kernel image is available"
+
+    def test_no_memory_for_the_trial_says_nothing_about_the_kernel(self) -> None:
+        def full(*args: Any, **options: Any) -> None:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+
+        with pytest.raises(torch.OutOfMemoryError):
+            REAL_FAILURE(FlashBackend(full), CPU, torch.bfloat16)
 
     def test_not_wanted(self, monkeypatch: pytest.MonkeyPatch, ampere: Any) -> None:
         monkeypatch.setitem(sys.modules, "flash_attn", fake_package())

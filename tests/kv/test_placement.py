@@ -41,6 +41,39 @@ class TestPlacement:
         assert cache._sequences[0].slices(0, 30) == [slice(0, 30)]
         assert keys[cache._sequences[0].slices(0, 30)[0]].data_ptr() == keys.data_ptr()
 
+    @pytest.mark.parametrize("limit", [None, 16000])
+    def test_hints_do_not_make_the_tensors(self, limit: int | None) -> None:
+        """Hints are far more than what comes: 64 prompts that end at once, in tensors of a small multiple of them."""
+        cache = KVCache(max_bytes=None if limit is None else 16 * limit, bytes_per_token=16)
+        for i in range(64):
+            cache.open(i, 4096, [1] * 20)
+        for i in range(64):
+            self.grow(cache, i, 20)
+            assert self.runs(cache, i) == 1
+        assert cache.num_bytes <= 16 * 64 * (20 + 128 + 48)
+
+    @pytest.mark.parametrize("limit", [None, 13000])
+    def test_a_batch_is_read_as_views(self, limit: int | None) -> None:
+        """32 requests of 64 to 256 new tokens each, which end one after the other."""
+        cache = KVCache(max_bytes=None if limit is None else 16 * limit, bytes_per_token=16)
+        prompts = {i: 16 + 37 * i % 284 for i in range(32)}
+        left = {i: 64 + 53 * i % 193 for i in range(32)}
+        for i, n in prompts.items():
+            cache.open(i, n + 4096, [1] * n)
+            self.grow(cache, i, n)
+        runs = []
+        while left:
+            for i in list(left):
+                n = min(left[i], 16)
+                self.grow(cache, i, n)
+                left[i] -= n
+            runs.append(cache.usage()["runs_per_request"])
+            for i in [i for i, n in left.items() if not n]:
+                cache.release(i)
+                del left[i]
+        assert sum(runs) / len(runs) <= 1.05
+        assert cache.num_bytes <= 16 * 3 * 32 * (158 + 160)
+
     def test_who_outgrows_its_place_moves_to_a_longer_one(self) -> None:
         cache = KVCache(block_tokens=4)
         for i in range(3):
@@ -89,10 +122,10 @@ class TestPlacement:
         table = cache._sequences[0]
         cache.reserve(0, 1)
         cache.commit(0, NONE)
-        for i in range(24):
+        for i in range(32):
             cache._allocation.pool.claim(0, 0)
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(cache._allocation, "_may_move", lambda table: False)
+                patch.setattr(cache._allocation, "_move", lambda *args: False)
                 self.grow(cache, i % 2, 1)
         assert len(table.runs) > 8
         assert cache.usage()["runs_per_request"] > 8
@@ -100,7 +133,7 @@ class TestPlacement:
     def test_what_a_rollback_frees_can_be_had_by_others(self) -> None:
         cache = KVCache(block_tokens=4, max_bytes=4 * 4 * 16, bytes_per_token=16)
         for i in range(2):
-            cache.open(i, 4)
+            cache.open(i, 8)
         self.grow(cache, 0, 4)
         cache.reserve(0, 12)
         assert cache.num_free_blocks == 0

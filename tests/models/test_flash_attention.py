@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from specdec import LLM, ConfigError
+from specdec.errors import OutOfCacheError
 from specdec.kv.flash import PAGE_TOKENS, AttentionChoice
 from specdec.models import build as building
 from tests.kv.flash_emulation import Emulated
 from tests.models.architectures import build, named
 
+KERNEL = "CUDA error: no kernel image is available for execution on the device"
 PROMPTS = [[(7 * i + i * i // 3) % 64 for i in range(40)], [5, 6, 7]]
 
 
@@ -22,7 +24,7 @@ def emulated(monkeypatch: pytest.MonkeyPatch) -> Emulated:
     backend = Emulated()
 
     def choose(device: torch.device, dtype: torch.dtype, wanted: str, block_tokens: int | None) -> AttentionChoice:
-        return AttentionChoice(backend if wanted == "auto" else None, "")
+        return AttentionChoice(backend if wanted == "auto" else None, "why")
 
     monkeypatch.setattr(building, "choose_attention", choose)
     return backend
@@ -69,14 +71,45 @@ def test_trees_go_elsewhere(emulated: Emulated) -> None:
 
 def test_a_kernel_that_does_not_run_here(emulated: Emulated, caplog: pytest.LogCaptureFixture) -> None:
     def fails(*args: Any, **options: Any) -> None:
-        raise RuntimeError("CUDA error: no kernel image is available for execution on the device")
+        raise RuntimeError(KERNEL)
 
     emulated._function = fails
-    with caplog.at_level(logging.WARNING, "specdec"):
+    with caplog.at_level(logging.INFO, "specdec"):
         got, llm = tokens(build(named("llama")), "none")
     assert llm.engine.target.cache.backend is None
-    assert "flash-attn emulated fails on this device: CUDA error: no kernel image" in caplog.text
+    said = [message for message in caplog.messages if message.startswith("attention:")]
+    assert said == [f"attention: SDPA; flash-attn emulated fails for this model: {KERNEL}"], (
+        "one line, and the right one"
+    )
     assert [len(t) for t in got] == [16, 16]
+
+
+def test_a_kernel_that_runs_here_is_named_once_per_model(emulated: Emulated, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "specdec"):
+        for model in (build(named("llama")), build(named("llama"))):
+            for _ in range(2):
+                tokens(model, "none")
+    assert [m for m in caplog.messages if m.startswith("attention:")] == ["attention: flash-attn emulated (why)"] * 2
+
+
+def test_a_kernel_that_fails_everywhere_is_a_warning(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    choice = AttentionChoice(None, f"flash-attn 2.8.3 fails on this device: {KERNEL}", failed=True)
+    monkeypatch.setattr(building, "choose_attention", lambda *args: choice)
+    tokens(build(named("llama")), "none")
+    said = [r for r in caplog.records if r.message.startswith("attention:")]
+    assert [(r.levelname, r.message) for r in said] == [("WARNING", f"attention: {choice}")]
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory"), OutOfCacheError("no memory")])
+def test_no_memory_is_not_the_kernels_fault(emulated: Emulated, error: Exception) -> None:
+    def full(*args: Any, **options: Any) -> None:
+        raise error
+
+    emulated._function = full
+    with pytest.raises(type(error)):
+        LLM(build(named("llama"))).generate(PROMPTS, max_new_tokens=2)
 
 
 def test_quantised_caches_and_models_that_attend_by_themselves_have_none(emulated: Emulated) -> None:

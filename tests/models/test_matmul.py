@@ -313,6 +313,29 @@ class TestMeasuring:
         assert KernelTables().get((2, 8), torch.float32) == want
         assert len(measured) == 2
 
+    def test_processes_that_time_at_once_keep_each_others_tables(
+        self, measured: list[tuple[int, int]], folder: Path
+    ) -> None:
+        first, second = KernelTables(), KernelTables()  # both have read the file before either writes it
+        first.get((2, 8), torch.float32)
+        second.get((2, 8), torch.bfloat16)
+        first.get((4, 8), torch.float32)
+        second.get((6, 8), torch.float32)
+        second.get((4, 8), torch.float32)
+        assert measured == [(2, 8), (2, 8), (4, 8), (6, 8)], "what the other has timed meanwhile is not timed again"
+        assert len(json.loads(self.file(folder).read_text())["tables"]) == 4
+
+    def test_a_full_disk_costs_no_second_timing(
+        self, measured: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch, caplog: Any
+    ) -> None:
+        def full(*args: Any) -> None:
+            raise OSError("No space left on device")
+
+        monkeypatch.setattr(matmul, "atomic_write_json", full)
+        KernelTables().get((2, 8), torch.float32)
+        assert measured == [(2, 8)]
+        assert "could not be kept: No space" in caplog.text
+
     def test_a_folder_that_cannot_be_written(
         self, measured: list[tuple[int, int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
     ) -> None:
@@ -395,5 +418,4 @@ class TestABusyMachine:
         assert tables == []
         assert table.is_disturbed == ("disturbed the timing" in caplog.text) == (answers == "disturbed")
         monkeypatch.setattr(matmul, "measure_table", lambda shape, dtype: self.SOUND)
-        again = KernelTables()
-        assert again._load() == ({} if answers == "disturbed" else {"(8, 8) torch.float32": self.SOUND})
+        assert KernelTables()._read() == ({} if answers == "disturbed" else {"(8, 8) torch.float32": self.SOUND})

@@ -127,6 +127,22 @@ def test_rows_fit_the_models_positions(runner: ModelRunner, measured: list[list[
     assert max(step_times(runner).rows) <= max(2, limit // 2)
 
 
+@pytest.mark.parametrize("tokens", [0, 32])
+def test_a_memory_limit_is_not_in_the_table(tokens: int, runner: ModelRunner, measured: list[list[int]]) -> None:
+    """The table is kept for runs without one, too."""
+    limited = runner.with_own_cache()
+    limited.cache.max_bytes = tokens * runner.cache.bytes_per_token
+    assert step_times(limited) is step_times(runner)
+    most = runner.max_positions or 0
+    assert measured[-1] == [r for r in module.ROWS if r <= most // 2]
+    assert limited.cache.max_bytes == tokens * runner.cache.bytes_per_token
+
+
+def test_it_is_timed_within_a_memory_limit_of_nothing(runner: ModelRunner) -> None:
+    runner.cache.max_bytes = 0
+    assert step_times(runner).at(1) > 0
+
+
 def test_slow_models_are_timed_less(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = {}
     for t1 in (0.1, 0.5, 2.0):

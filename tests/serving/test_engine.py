@@ -6,50 +6,17 @@ import asyncio
 import gc
 import logging
 import os
+import signal
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
-import specdec
-from specdec import Completion, ConfigError, InputError, QueueFullError
+from specdec import Completion, ConfigError, Engine, InputError, Piece, QueueFullError
+from specdec.api import Pieces
 from specdec.interfaces import DraftRequest, Noise, Observation, TokenTree
-from tests.decoding import prompts
-from tests.models.architectures import model_of, named
 from tests.odd_drafters import Plain
-from tests.tiny_chat_model import tiny_tokenizer
-
-PROMPTS = prompts(3, 9, 14, 5)
-
-
-def engine(**options: Any) -> specdec.Engine:
-    options = {"drafter": "ngram", **options}
-    return specdec.Engine(model_of(named("llama")), tokenizer=tiny_tokenizer(), **options)
-
-
-def solo(prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    llm = specdec.LLM(model_of(named("llama")), tokenizer=tiny_tokenizer())
-    return llm.generate(list(prompt), max_new_tokens=max_new_tokens, **options)[0].token_ids
-
-
-def drain(serving: specdec.Engine, found: dict[int, Completion] | None = None) -> dict[int, Completion]:
-    found = {} if found is None else found
-    for _ in range(300):
-        if not serving.has_unfinished:
-            return found
-        take(serving, found)
-    raise AssertionError("the engine does not end")
-
-
-def take(serving: specdec.Engine, found: dict[int, Completion]) -> None:
-    found |= {piece.index: piece.completion for piece in serving.step() if piece.completion is not None}
-
-
-def assert_empty(serving: specdec.Engine) -> None:
-    serving.check_integrity()
-    assert serving.kv_usage()["num_used"] == 0
-    assert not serving.has_unfinished
-    assert not serving.llm.engine._requests
+from tests.serving.engines import PROMPTS, assert_empty, drain, engine, read, settled, solo, take
 
 
 def test_kernel_caches_are_bounded_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +97,39 @@ class TestSteps:
         assert found[plain].stats.num_draft_tokens == 0
         assert found[plain].token_ids == found[drafted].token_ids
 
+    def test_a_step_costs_what_had_news(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not what waits: with thousands in the queue steps would take many times as long."""
+        serving = engine(max_batch_size=2, drafter="none")
+        for _ in range(2):
+            serving.add_request(PROMPTS[0], max_new_tokens=20)
+        serving.step()
+        looked: list[int] = []
+        take = Pieces.take
+
+        def counting(self: Pieces) -> list[Piece]:
+            looked.append(1)
+            return take(self)
+
+        monkeypatch.setattr(Pieces, "take", counting)
+        for _ in range(50):
+            serving.add_request(PROMPTS[1], max_new_tokens=2)
+        for _ in range(5):
+            serving.step()
+        assert len(looked) == 2 * 5
+
+    def test_steps_that_another_door_runs_are_noticed(self) -> None:
+        serving = engine()
+        ids = [serving.add_request(p, max_new_tokens=6) for p in PROMPTS[:2]]
+        pieces = serving.step()
+        serving.llm.generate(PROMPTS[2], max_new_tokens=20)  # runs them to their ends on the way
+        assert serving.has_unfinished
+        pieces += serving.step()
+        found = {p.index: p.completion.token_ids for p in pieces if p.completion is not None}
+        assert found == dict(zip(ids, (solo(p, 6) for p in PROMPTS[:2]), strict=True))
+        for i in ids:
+            assert [t for p in pieces if p.index == i for t in p.token_ids] == found[i]
+        assert_empty(serving)
+
     def test_priority_goes_first(self) -> None:
         serving = engine(max_batch_size=1)
         low, high = (serving.add_request(PROMPTS[0], max_new_tokens=4, priority=p) for p in (0, 1))
@@ -176,6 +176,8 @@ class TestSteps:
         bad = serving.add_request(PROMPTS[1], max_new_tokens=12, logits_processor=[FailsAt(call)])
         found = drain(serving)
         assert found[bad].finish_reason == "error"
+        assert str(found[bad].error) == "on purpose"
+        assert found[good].error is None
         assert found[bad].token_ids == solo(PROMPTS[1], 12)[: len(found[bad].token_ids)]
         assert found[good].token_ids == solo(PROMPTS[0], 12)
         assert (serving.metrics().num_failed, serving.metrics().num_finished) == (1, 1)
@@ -210,20 +212,42 @@ class TestSteps:
         assert_empty(serving)
 
 
-async def read(serving: specdec.Engine, prompt: Sequence[int], max_new_tokens: int, **options: Any) -> list[int]:
-    tokens: list[int] = []
-    async for piece in serving.stream(list(prompt), max_new_tokens=max_new_tokens, **options):
-        tokens += piece.token_ids
-    return tokens
+class TestInterrupts:
+    @pytest.mark.parametrize("count", [1, 2, 3])
+    def test_ctrl_c_while_news_are_handed_out_loses_none(self, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """It comes when the `count`-th request of a step has been taken; what was taken is there for the next step."""
+        serving = engine()
+        ids = [serving.add_request(p, max_new_tokens=6) for p in PROMPTS[:3]]
+        taken = 0
+        honest = Engine._take
 
+        def take_and_interrupt(self: Engine, request_id: int) -> list[Piece]:
+            nonlocal taken
+            taken += 1
+            pieces = honest(self, request_id)
+            if taken in (count, count + 6, count + 12):
+                signal.raise_signal(signal.SIGINT)
+            return pieces
 
-async def settled(serving: specdec.Engine) -> None:
-    """Wait until nobody uses the engine, as a cancelled stream leaves it a moment later."""
-    for _ in range(500):
-        if not serving.has_unfinished:
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError("a request is left")
+        monkeypatch.setattr(Engine, "_take", take_and_interrupt)
+        told: dict[int, list[int]] = {i: [] for i in ids}
+        done: dict[int, list[int]] = {}
+        num_interrupts = 0
+        for _ in range(60):
+            if not serving.has_unfinished:
+                break
+            try:
+                pieces = serving.step()
+            except KeyboardInterrupt:
+                num_interrupts += 1
+                continue
+            for piece in pieces:
+                told[piece.index] += piece.token_ids
+                if piece.completion is not None:
+                    done[piece.index] = piece.completion.token_ids
+        assert num_interrupts >= 2
+        assert told == done == {i: solo(p, 6) for i, p in zip(ids, PROMPTS, strict=False)}
+        assert_empty(serving)
 
 
 class TestStreams:

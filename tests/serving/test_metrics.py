@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.serving.metrics import Finished, percentile, percentiles
+from specdec.serving.metrics import Finished, Moment, both, percentile, percentiles
 from specdec.stats import EngineStats, RequestStats
 
 
@@ -32,7 +32,8 @@ def test_finished_requests_alone_are_in_the_percentiles() -> None:
     finished.add(stats(10.0, 11.0, (12.0, 1), (13.0, 2), (16.0, 3)), "length")
     finished.add(stats(0.0, 50.0, (99.0, 1)), "abort")
     finished.add(stats(0.0, 50.0, (99.0, 1)), "error")
-    found = finished.metrics(EngineStats(num_prefill_tokens=30, prefill_s=2.0), {"num_used": 1}, 2, 3)
+    moment = Moment(EngineStats(num_prefill_tokens=30, prefill_s=2.0), {"num_used": 1}, None, 0.0)
+    found = finished.metrics(moment, 2, 3)
     assert (found.num_finished, found.num_aborted, found.num_failed) == (1, 1, 1)
     assert (found.num_running, found.num_waiting) == (2, 3)
     assert found.queue_s["p50"] == 1.0
@@ -42,3 +43,24 @@ def test_finished_requests_alone_are_in_the_percentiles() -> None:
     assert found.prefill_tokens_per_s == 15.0
     assert found.decode_tokens_per_s is None
     assert found.as_dict()["engine"]["num_prefill_tokens"] == 30
+
+
+def test_requests_may_finish_while_the_figures_are_taken() -> None:
+    finished = Finished()
+
+    class Racing(RequestStats):
+        @property
+        def queue_s(self) -> float | None:
+            finished.add(stats(0.0, 1.0), "length")  # as the stepping thread does
+            return 5.0
+
+    finished.add(Racing(), "length")
+    finished.add(Racing(), "length")
+    found = finished.metrics(Moment(EngineStats(), {}, None, 0.0), 0, 0)
+    assert found.queue_s == {"p50": 5.0, "p90": 5.0, "p99": 5.0}
+
+
+def test_counters_of_two_engines_add_up() -> None:
+    assert both(EngineStats(num_steps=2, draft_s=0.5), EngineStats(num_steps=3, verify_s=1.0)) == EngineStats(
+        num_steps=5, draft_s=0.5, verify_s=1.0
+    )

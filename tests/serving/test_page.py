@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hydra import compose, initialize_config_module
 
-from specdec.engine import EngineConfig
+from specdec.engine_config import EngineConfig
 from specdec.eval import serve
 from specdec.scheduler import ARRIVALS_PER_PRIORITY
 from specdec.serving import metrics

@@ -1,4 +1,8 @@
-"""A short form of the soak: `specdec bench serve --duration 1800` at overload with aborts is the long one."""
+"""A short form of the soak: `specdec bench serve --duration 1800` at overload with aborts is the long one.
+
+20 seconds of real time, not a minute: of the tiny model, which does more steps in them than the built-in one in half an
+hour. Memory that creeps up with time and not with steps is for the long one to find.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from tests.decoding import prompts
 from tests.models.architectures import model_of, named
 from tests.tiny_chat_model import tiny_tokenizer
 
-_SECONDS = 6.0
+_SECONDS = 20.0
 _MIB = 2**20
 
 
@@ -36,7 +40,7 @@ def test_soak_at_overload_with_aborts() -> None:
     for happened in ("num_complete", "num_aborted", "num_preemptions", "num_cached_tokens"):
         assert result[happened] > 0, happened
     assert result["num_failed"] == 0
-    assert (result["fault"], result["kv"]["num_left"]) == (None, 0)
+    assert (result["fault"], result["kv"]["num_left"], result["kv"]["num_left_drafter"]) == (None, 0, 0)
     rss = result["rss_bytes"]
     assert rss["end"] - rss["middle"] < 8 * _MIB, rss
     assert rss["end"] - rss["start"] < 32 * _MIB, rss

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.engine import DEFAULT_DRAFT_TOKENS
+from specdec.engine_config import DEFAULT_DRAFT_TOKENS
 from specdec.train.jobs import steps_join_at
 from specdec.train.measuring import CHAIN_TOKENS, MeasureConfig, ways
 from specdec.train.plot import plot_curve
