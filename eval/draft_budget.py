@@ -50,6 +50,7 @@ def measure(config: Any) -> Row:
     texts, _ = load_texts(config.prompts)
     prompts = encode(none, texts, config.prompts.chat)
     shared = {**options, "tokenizer": none.tokenizer}
+    del shared["dtype"]  # the model is loaded already
     rows: list[Row] = []
     with Progress(console=console, transient=True) as progress:
         bar = progress.add_task("batches", total=len(config.drafters) * len(config.batch_sizes))

@@ -165,3 +165,20 @@ def test_features_are_the_models_hidden_states(lean: bool, smollm2: tuple[Any, A
     got = torch.cat(parts).chunk(4, dim=-1)
     for ours, theirs in zip(got, want, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5 * float(theirs.abs().max()))
+
+
+@pytest.mark.parametrize(
+    ("drafter", "options", "max_draft_tokens"),
+    [("self_int8", {}, 4), ("oracle", {"accept_rate": 0.8}, 4), ("eagle3", {"tree": "dynamic"}, 24)],
+    ids=["self_int8", "oracle", "eagle3_tree"],
+)
+def test_over_int8_keys_and_values_the_ids_are_those_without_drafts(
+    drafter: str, options: dict[str, Any], max_draft_tokens: int, smollm2: tuple[Any, Any], prompts: list[list[int]]
+) -> None:
+    """Were the last bits of a row others in company, some numbers would be rounded to other codes."""
+    many = {"max_new_tokens": 64, "ignore_eos": True}
+    plain = llm_of(smollm2, "none", kv_dtype="int8")
+    answers = [plain.generate(prompt, **many)[0].token_ids for prompt in prompts]
+    llm = llm_of(smollm2, drafter, options, max_draft_tokens=max_draft_tokens, kv_dtype="int8")
+    assert [llm.generate(prompt, **many)[0].token_ids for prompt in prompts] == answers
+    assert [done.token_ids for done in llm.generate(prompts, **many)] == answers

@@ -14,6 +14,8 @@ from specdec.kv.plan import MaskPattern, PlannedSegment
 # Up to this many rows the query heads of a group are folded into the query length: one call reads the keys once
 # and needs no repeated copies. Long prefill chunks would pay for a G times larger mask instead.
 FOLD_ROWS = 32
+# Up to this many rows, more than any tree that is drafted by default, can be computed one by one; see `attend_rows`.
+MOST_ROWS_ALONE = 64
 
 
 def attend_segment(
@@ -70,6 +72,37 @@ def attend_segment(
     if num_rows == 1:
         return out.reshape(1, num_heads, -1)
     return out.view(num_kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
+
+
+def attend_rows(
+    segment: PlannedSegment,
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    *,
+    scaling: float | None,
+    pattern: MaskPattern | None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Return what `attend_segment` does, each row computed as if it were the only one, to the last bit.
+
+    Over a cache that quantises this matters: a last bit decides to which code a number is rounded, and a code more or
+    less in one layer moves every number of the next. A row that is verified must round as one that is decoded.
+    """
+    num_kv_heads, width = keys.shape[1], q.shape[2]
+    group = q.shape[1] // num_kv_heads
+    rows = []
+    for row in range(segment.num_rows):
+        seen = segment.seen(row, pattern, keys.device)
+        k, v = keys[seen].transpose(0, 1), values[seen].transpose(0, 1)  # [h, n, *]
+        folded = q[row].view(num_kv_heads, group, width)
+        if softcap is None and sinks is None:
+            out = F.scaled_dot_product_attention(folded[None], k[None], v[None], scale=scaling)[0]
+        else:
+            out = _explicit(folded, k, v, None, scaling or width**-0.5, softcap, sinks, group)
+        rows.append(out.reshape(1, q.shape[1], -1))
+    return rows[0] if len(rows) == 1 else torch.cat(rows)
 
 
 def _explicit(

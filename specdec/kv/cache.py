@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.errors import OutOfCacheError
 from specdec.interfaces import Segment
 from specdec.kv.allocation import Allocation
-from specdec.kv.attention import attend_segment
+from specdec.kv.attention import MOST_ROWS_ALONE, attend_rows, attend_segment
 from specdec.kv.codecs import Codec, codec_of
 from specdec.kv.flash import FlashBackend
 from specdec.kv.plan import MaskPattern, PlannedSegment, StepPlan, read
@@ -360,8 +360,10 @@ class KVCache:
                 return self.backend.attend(plan, q, keys, values, scaling=scaling, pattern=pattern, softcap=softcap)
         for s in plan.segments:
             keys, values = self._decoded(layer, [s.read(part) for part in stored])
+            alone = self.rounds_alike and s.num_rows <= MOST_ROWS_ALONE
+            attend = attend_rows if alone else attend_segment
             outputs.append(
-                attend_segment(
+                attend(
                     s,
                     q[s.first_row : s.first_row + s.num_rows],
                     keys,
@@ -373,6 +375,11 @@ class KVCache:
                 )
             )
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    @property
+    def rounds_alike(self) -> bool:
+        """True where a row must come out the same to the last bit, whatever runs beside it: see `attend_rows`."""
+        return self.codec is not None
 
     def append(self, plan: StepPlan, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Write the rows' keys and values; return those of all segments side by side, for `StepPlan.mask`.

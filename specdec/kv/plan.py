@@ -86,6 +86,7 @@ class PlannedSegment:
     positions: Tensor  # [num_rows] int64
     _masks: dict[Hashable, Tensor | None] = field(default_factory=dict)
     _indices: dict[torch.device, Tensor] = field(default_factory=dict)
+    _seen: dict[Hashable, slice | Tensor] = field(default_factory=dict)
 
     def read(self, stored: Tensor) -> Tensor:
         """Return the request's rows [kv_len, ...] of `stored` [slots, ...]."""
@@ -113,23 +114,44 @@ class PlannedSegment:
             self._masks[key] = None if built is None else built.to(like.device)  # layers may be spread over devices
         return self._masks[key]
 
+    def seen(self, row: int, pattern: MaskPattern | None, device: torch.device) -> slice | Tensor:
+        """Return which of the request's rows one row sees: a slice where they are in one run, else indices [n]."""
+        key = ("seen", row, None if pattern is None else pattern.key, device)
+        if key not in self._seen:
+            self._seen[key] = self._find_seen(row, pattern, device)
+        return self._seen[key]
+
+    def _find_seen(self, row: int, pattern: MaskPattern | None, device: torch.device) -> slice | Tensor:
+        until = self.kv_len - self.num_rows + 1 + row
+        if self.visible is None and (pattern is None or (pattern.window or 0) >= until):
+            return slice(0, until)
+        allowed = self._allowed(pattern)[row].nonzero().flatten().tolist()
+        if allowed[-1] - allowed[0] + 1 == len(allowed):
+            return slice(allowed[0], allowed[-1] + 1)
+        return torch.tensor(allowed, dtype=torch.int64, device=device)
+
     def _build(self, pattern: MaskPattern | None, dtype: torch.dtype, repeat: int) -> Tensor | None:
         if self._sees_all(pattern):
             return None
+        allowed = self._allowed(pattern)
+        bias = torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill_(~allowed, float("-inf"))
+        if repeat > 1:
+            bias = bias[:, None, :].expand(-1, repeat, -1).reshape(-1, self.kv_len)
+        return bias
+
+    def _allowed(self, pattern: MaskPattern | None) -> Tensor:
+        """Return bool [num_rows, kv_len]: which row sees which."""
         device = self.positions.device
         allowed = self.visible
         if allowed is None:
             slots = torch.arange(self.kv_len, device=device)
             allowed = slots <= slots[self.kv_len - self.num_rows :, None]
-        if pattern is not None:
-            keys = self.kv_positions
-            if keys is None:
-                keys = torch.arange(self.kv_len, device=device)
-            allowed = allowed & pattern.allow(self.positions[:, None], keys[None, :])
-        bias = torch.zeros(allowed.shape, dtype=dtype, device=device).masked_fill_(~allowed, float("-inf"))
-        if repeat > 1:
-            bias = bias[:, None, :].expand(-1, repeat, -1).reshape(-1, self.kv_len)
-        return bias
+        if pattern is None:
+            return allowed
+        keys = self.kv_positions
+        if keys is None:
+            keys = torch.arange(self.kv_len, device=device)
+        return allowed & pattern.allow(self.positions[:, None], keys[None, :])
 
     def _sees_all(self, pattern: MaskPattern | None) -> bool:
         """Tell whether no row needs a mask, by arithmetic: looking at one would make a GPU's caller wait for it."""

@@ -75,6 +75,19 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     return out
 
 
+def _product(linear: Any, x: Tensor, rounds_alike: bool) -> Tensor:
+    """Return linear(x) for x [T, in].
+
+    oneDNN sums a single row's products in another order than those of several rows, where rows are long. A cache that
+    quantises would round what comes out to other codes, so a lonely row gets a companion there.
+    """
+    if rounds_alike and x.shape[0] == 1:
+        out: Tensor = linear(x.repeat(2, 1))[:1]
+        return out
+    several: Tensor = linear(x)
+    return several
+
+
 class LeanProgram:
     """The whole forward of a Llama-like model over our cache; see `HostedProgram` for the contract."""
 
@@ -145,21 +158,22 @@ class LeanProgram:
         if spec.final_norm:
             features.append(normed)
             normed = normed if logit_rows is None else normed.index_select(0, logit_rows)
-        return self._head(normed), torch.cat(features, dim=-1) if features else None
+        return _product(self._head, normed, cache.rounds_alike), torch.cat(features, dim=-1) if features else None
 
     def _run_block(
         self, block: _Block, index: int, hidden: Tensor, cos: Tensor, sin: Tensor, cache: KVCache, plan: StepPlan
     ) -> Tensor:
         heads, kv_heads = self._heads, self._kv_heads
         rows = hidden.shape[0]
-        qkv = block.qkv(_norm(block.input_norm, hidden)).view(rows, heads + 2 * kv_heads, -1)
+        alike = cache.rounds_alike
+        qkv = _product(block.qkv, _norm(block.input_norm, hidden), alike).view(rows, heads + 2 * kv_heads, -1)
         qk, v = qkv[:, : heads + kv_heads], qkv[:, heads + kv_heads :]
         if block.q_norm is not None and block.k_norm is not None:
             qk = torch.cat([block.q_norm(qk[:, :heads]), block.k_norm(qk[:, heads:])], dim=1)
         # rotate-half as a roll, with the minus sign folded into the table: the same products and sums.
         qk = qk * cos + qk.roll(qk.shape[-1] // 2, -1) * sin
         mixed = cache.attend(plan, index, qk[:, :heads], qk[:, heads:], v, scaling=block.scaling, pattern=block.pattern)
-        hidden = hidden + block.output(mixed.reshape(rows, -1))
-        gate_up = block.gate_up(_norm(block.mlp_norm, hidden))
+        hidden = hidden + _product(block.output, mixed.reshape(rows, -1), alike)
+        gate_up = _product(block.gate_up, _norm(block.mlp_norm, hidden), alike)
         gate, up = gate_up.chunk(2, dim=-1)
-        return hidden + block.down(F.silu(gate) * up)
+        return hidden + _product(block.down, F.silu(gate) * up, alike)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from specdec.interfaces import Segment
 from specdec.kv.cache import KVCache
+from specdec.kv.codecs import QuantisedKV
 from specdec.kv.plan import MaskPattern, sliding_window
 
 NONE = torch.tensor([], dtype=torch.int64)
@@ -43,7 +44,9 @@ class TestAttention:
     @pytest.mark.parametrize("rows", [1, 5, 40])
     @pytest.mark.parametrize("kv_heads", [1, 2, 4])
     @pytest.mark.parametrize("kind", ["plain", "window", "softcap", "sinks", "tree"])
-    def test_all_kinds(self, rows: int, kv_heads: int, kind: str) -> None:
+    @pytest.mark.parametrize("alone", [False, True], ids=["together", "row_by_row"])
+    def test_all_kinds(self, rows: int, kv_heads: int, kind: str, alone: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(KVCache, "rounds_alike", alone)
         generator = torch.Generator().manual_seed(rows)
         context, heads, key, value = 6, 4, 8, 12
 
@@ -82,6 +85,44 @@ class TestAttention:
         sinks = options.get("sinks")
         want = self.expected(q, k, v, allowed, 0.3, options.get("softcap"), sinks)
         torch.testing.assert_close(torch.cat(got), want, rtol=1e-9, atol=1e-9)
+
+    @pytest.mark.parametrize("kind", ["chain", "window", "tree", "softcap"])
+    @pytest.mark.parametrize("kv_dtype", ["int8", "int4"])
+    def test_a_row_over_a_quantised_cache_is_the_same_bits_in_any_company(self, kind: str, kv_dtype: str) -> None:
+        """A last bit decides to which code a number of the next layer is rounded."""
+        generator = torch.Generator().manual_seed(3)
+        context, heads, kv_heads, width = 301, 9, 3, 64
+        total = context + 7
+        parents = [-1, 0, 1, 0, 3, 3, 1] if kind == "tree" else None
+        paths = [[0], [0, 1], [0, 1, 2], [0, 3], [0, 3, 4], [0, 3, 5], [0, 1, 6]]
+        q = torch.randn(total, heads, width, generator=generator)
+        k, v = (torch.randn(total, kv_heads, width, generator=generator) for _ in range(2))
+        options: dict[str, Any] = {
+            "pattern": sliding_window(50) if kind == "window" else None,
+            "softcap": 3.0 if kind == "softcap" else None,
+        }
+
+        def attend(cache: KVCache, rows: list[int], tree: list[int] | None = None) -> Tensor:
+            cache.reserve(0, len(rows))
+            above = None if tree is None else torch.tensor(tree)
+            segment = Segment(0, torch.zeros(len(rows), dtype=torch.int64), above, NONE)
+            index = torch.tensor(rows)
+            return cache.attend(cache.plan([segment]), 0, q[index], k[index], v[index], **options)
+
+        def begun() -> KVCache:
+            cache = KVCache(codec=QuantisedKV(kv_dtype))
+            cache.open(0, total)
+            attend(cache, list(range(context)))
+            cache.commit(0, torch.arange(context))
+            return cache
+
+        together = attend(begun(), list(range(context, total)), parents)
+        for row in range(7):
+            cache = begun()
+            for step in paths[row] if kind == "tree" else range(row + 1):
+                alone = attend(cache, [context + step])
+                cache.commit(0, torch.arange(1))
+            assert torch.equal(alone[0], together[row]), row
 
     def test_the_default_scale(self) -> None:
         generator = torch.Generator().manual_seed(0)
