@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import os
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -79,10 +80,14 @@ class Engine:
         # To be ended and to be forgotten: heard of from other threads, or in the middle of a step.
         self._aborted: deque[int] = deque()
         self._abandoned: deque[int] = deque()
-        self._is_stepping = False
+        self._stepping_in: int | None = None  # a process: one that is forked meanwhile is in no step
         self._news: dict[int, Request] = {}  # those that may have something to hand out
         self._warned: set[str] = set()
         self._num_folded = 0  # requests that got a noise of their own; see `_own_seed`
+
+    @property
+    def _is_stepping(self) -> bool:
+        return self._stepping_in is not None and self._stepping_in == os.getpid()
 
     @property
     def drafter(self) -> Drafter:
@@ -171,6 +176,7 @@ class Engine:
             return seed
         if not remembers and not self.has_unfinished:
             self._num_folded = 0  # nobody is left who could decide on anything
+            self._scheduler.forget_preemptions()
         index, self._num_folded = self._num_folded, self._num_folded + 1
         return fold_seed(seed, _FIRST_FOLD + index) if index else seed
 
@@ -290,11 +296,11 @@ class Engine:
         if self._is_stepping:
             raise ConfigError("the engine was stepped from inside of its own step; use another LLM or Engine there")
         self._drop_abandoned()
-        self._is_stepping = True
+        self._stepping_in = os.getpid()
         try:
             return self._step()
         finally:
-            self._is_stepping = False
+            self._stepping_in = None
 
     def _step(self) -> list[RequestOutput]:
         clock = StepClock()

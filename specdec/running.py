@@ -68,6 +68,7 @@ class Steps:
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._num_steps = -1  # of the engine, after the last one here
+        self._num_last = -1
 
     @property
     def were_others(self) -> bool:
@@ -77,10 +78,15 @@ class Steps:
     def step(self) -> list[int] | None:
         """Run one step; return the ids of the requests with news, or None where any request may have some."""
         were_others, before = self.were_others, self._engine.stats.num_steps
+        self._num_steps = -1  # until `taken`
         outputs = self._engine.step()
-        self._num_steps = self._engine.stats.num_steps
+        self._num_last = self._engine.stats.num_steps
         # A step without work hands out what others left; so requests are looked at before one waits in vain.
-        return None if were_others or self._num_steps == before else [output.request_id for output in outputs]
+        return None if were_others or self._num_last == before else [output.request_id for output in outputs]
+
+    def taken(self) -> None:
+        """Say that the news of the last step are noted; had that failed, any request may have some at the next."""
+        self._num_steps = self._num_last
 
 
 class Follower:
@@ -111,6 +117,7 @@ class Follower:
         while not self.is_done and not self._news:
             try:
                 self._note(self._steps.step())
+                self._steps.taken()
                 break
             except BaseException as error:
                 culprit = getattr(error, "specdec_request_id", None)

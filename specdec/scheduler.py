@@ -148,6 +148,10 @@ class Scheduler:
         """How many tokens of everybody there must be room for when a request is let in beside others."""
         return int(self._ahead)
 
+    def forget_preemptions(self) -> None:
+        """Look ahead as at first: what earlier requests came to decides on nobody later."""
+        self._ahead = float(self.least_ahead)
+
     def preempt(self, request: Request) -> None:
         """Move a running request back to where it waits by its rank, whether or not others may still come."""
         self._ahead = min(_MOST_AHEAD, self._ahead * _AHEAD_PER_PREEMPTION)

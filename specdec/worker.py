@@ -30,7 +30,7 @@ class Worker:
     def _begin(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
         self._users: set[Using] = set()
-        self._num_left = 0  # calls that have not come to their ends
+        self._left: set[object] = set()  # calls that have not come to their ends
         self._changed = threading.Condition()  # of the two above
         self._thread: int | None = None
         self._pid = os.getpid()
@@ -45,6 +45,12 @@ class Worker:
 
     def post(self, function: Callable[..., Any], *args: Any) -> None:
         """Have the thread run a function after all that it has to do already; nobody waits for it."""
+        call = object()
+
+        def over() -> None:
+            with self._changed:
+                self._left.discard(call)
+                self._changed.notify_all()
 
         def run() -> None:
             self._thread = threading.get_ident()
@@ -53,15 +59,17 @@ class Worker:
             except BaseException:
                 log.exception("a call that nobody waits for failed")
             finally:
-                with self._changed:
-                    self._num_left -= 1
-                    self._changed.notify_all()
+                over()
 
         with self._changed:
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="specdec")
-            self._pool.submit(run)
-            self._num_left += 1
+            self._left.add(call)
+            try:
+                self._pool.submit(run)
+            except BaseException:  # no thread could be started; the call may run all the same, with the next one
+                over()
+                raise
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run a function in the thread and return what it returns.
@@ -105,7 +113,7 @@ class Worker:
         self._forget_parent()
         with self._changed:
             self._count_off_closed()
-            if not self._users and not self._num_left:  # else the engine is the thread's already
+            if not self._users and not self._left:  # else the engine is the thread's already
                 engine = user.current()
                 if engine.has_unfinished:
                     raise WrongThreadError(
@@ -128,9 +136,11 @@ class Worker:
     @property
     def is_used(self) -> bool:
         """True while asynchronous callers are busy."""
+        if self._pid != os.getpid():  # a forked process: the lock may be held for ever
+            return False
         with self._changed:
             self._count_off_closed()
-            return bool(self._users) and self._pid == os.getpid()
+            return bool(self._users)
 
     def settle(self, engine: Engine) -> None:
         """Wait for what cancelled callers left to the thread, before the engine is used from another.
@@ -148,7 +158,7 @@ class Worker:
                 )
             if self._thread == threading.get_ident():
                 raise WrongThreadError("a step is running; use this again when it is over, not inside of it")
-            self._changed.wait_for(lambda: not self._num_left)
+            self._changed.wait_for(lambda: not self._left)
             if engine.target.owner == self._thread:
                 engine.target.owner = None
 

@@ -280,16 +280,21 @@ class Allocation:
 
         Shared blocks are what leaves a request in pieces: it continues elsewhere, and its whole context is concatenated
         in every layer of every step. The copy is one pass over it. No block is evicted for it, and half of those that a
-        memory limit allows stay free.
+        memory limit allows stay free; without a limit all such copies together are bounded.
         """
         table.steps_in_pieces = 0  # if it cannot be now, it is tried again after as many steps
         self.settle()
         most = self.pool.max_blocks
         if most is not None and 2 * (self.pool.num_available - length) < most:
             return
+        if most is None:
+            num_copied = sum(other.num_gathered for other in self.tables.values())
+            if (num_copied + length) * self.storage.bytes_per_slot * self.block_tokens > MOST_KEPT_BYTES:
+                return
         try:
             with self._changing():
-                self._move(request_id, table, length, length + length // 2)
+                if self._move(request_id, table, length, length + length // 2):
+                    table.num_gathered = length
         except OutOfCacheError:  # of the storage: it stays as it is
             self.settle()
 

@@ -66,17 +66,23 @@ class BlockPool:
             owner: who will take it.
             length: blocks wanted; the run may be shorter where none is as long.
             after: where free, the run begins behind this block.
-            whole: claim nothing rather than less than `length`.
+            whole: change nothing rather than claim less than `length`.
 
         Returns:
             Whether `length` blocks were claimed.
         """
-        self.unclaim(owner)
+        earlier = None
+        if whole:  # whoever gets nothing keeps what he has
+            earlier = self._claims.get(owner)
+        else:
+            self.unclaim(owner)
         found = self._find(length, after) if length > 0 else None
         if found is None or (whole and found.length < length):
             return False
         self._carve(found)
         self._claims[owner] = found
+        if earlier is not None:
+            self._insert(earlier)
         return found.length == length
 
     def unclaim(self, owner: int) -> None:

@@ -22,6 +22,7 @@ class BlockTable:
     used: int = 0  # reservation rows written so far
     parents: list[int] | None = None  # per used row, when the reservation holds a tree
     depths: list[int] = field(default_factory=list)
+    num_gathered: int = 0  # blocks that were copied to put it together
     steps_in_pieces: int = 0  # since the blocks lie in several runs, which are put together in every layer of a step
 
     # ------------------------------------------------------------------ blocks

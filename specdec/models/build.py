@@ -112,9 +112,9 @@ def has_runners() -> bool:
 def is_current(model: Any, runner: ModelRunner) -> bool:
     """Tell whether a runner, from `runner_for`, is that of the model as it is now."""
     model = unwrapped(model)
-    with _BUILDING:
-        now = fingerprint(model)
-        return any(r is runner and seen == now for seen, r in _RUNNERS.get(model, {}).values())
+    now = fingerprint(model)
+    kept = _RUNNERS.get(model, {})  # replaced as a whole, so nobody waits here for a model that is being built
+    return any(r is runner and seen == now for seen, r in kept.values())
 
 
 def build_runner(model: Any, config: RunnerConfig = RunnerConfig()) -> ModelRunner:

@@ -57,8 +57,8 @@ def int8_copy(runner: ModelRunner, tokenizer: Any | None) -> ModelRunner:
     if program is None:
         refuse_unsuited(runner)
         program, num_bytes = _build(runner, calibration.ids(runner))
-        known[calibration] = program
         _PROGRAM_BYTES[program] = num_bytes
+        known[calibration] = program  # last: who finds it finds the other
     return runner.sharing_cache(program, extra_weight_bytes=_PROGRAM_BYTES[program])
 
 

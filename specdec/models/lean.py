@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from specdec.interfaces import FeatureSpec
+from specdec.kv.attention import MOST_ROWS_ALONE
 from specdec.kv.cache import KVCache
 from specdec.kv.plan import MaskPattern, StepPlan, sliding_window
 from specdec.models.matmul import LinearFunction
@@ -75,17 +76,21 @@ def _norm(module: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _product(linear: Any, x: Tensor, rounds_alike: bool) -> Tensor:
-    """Return linear(x) for x [T, in].
+# Beyond so many numbers torch cuts an elementwise function among threads anywhere, also in the middle of a row, and the
+# last few numbers before a cut come out of other instructions than the rest.
+_UNCUT = 2**15
 
-    oneDNN sums a single row's products in another order than those of several rows, where rows are long. A cache that
-    quantises would round what comes out to other codes, so a lonely row gets a companion there.
-    """
-    if rounds_alike and x.shape[0] == 1:
-        out: Tensor = linear(x.repeat(2, 1))[:1]
-        return out
-    several: Tensor = linear(x)
-    return several
+
+def _product(linear: Any, x: Tensor, rounds_alike: bool) -> Tensor:
+    """Return linear(x) for x [T, in]; with `rounds_alike` a row's bits do not depend on the others."""
+    out: Tensor = linear.alike(x) if rounds_alike and hasattr(linear, "alike") else linear(x)
+    return out
+
+
+def _silu(x: Tensor, rounds_alike: bool) -> Tensor:
+    if rounds_alike and x.numel() > _UNCUT and x.shape[0] <= MOST_ROWS_ALONE:
+        return torch.cat([F.silu(row) for row in x.split(1)])
+    return F.silu(x)
 
 
 class LeanProgram:
@@ -176,4 +181,4 @@ class LeanProgram:
         hidden = hidden + _product(block.output, mixed.reshape(rows, -1), alike)
         gate_up = _product(block.gate_up, _norm(block.mlp_norm, hidden), alike)
         gate, up = gate_up.chunk(2, dim=-1)
-        return hidden + _product(block.down, F.silu(gate) * up, alike)
+        return hidden + _product(block.down, _silu(gate, alike) * up, alike)

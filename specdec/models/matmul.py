@@ -234,6 +234,19 @@ class FusedLinear(nn.Module):
         parts = [F.linear(x, w, b) for w, b in zip(self._weights, self._biases, strict=True)]
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
 
+    def alike(self, x: Tensor) -> Tensor:
+        """Return the products of x [T, in] such that those of a row are the same bits however many rows there are.
+
+        Holds where the weights are prepacked: oneDNN adds up a single row in another order than several, where rows are
+        long, so a lonely one gets a companion. torch's default product depends on rows and threads, and is used where
+        there is no other.
+        """
+        if self._packed is None:
+            return self(x)
+        if x.shape[0] == 1:
+            return prepacked_linear(x.repeat(2, 1), self._packed, self._bias)[:1]
+        return prepacked_linear(x, self._packed, self._bias)
+
 
 def is_plain_linear(module: nn.Module) -> TypeGuard[nn.Linear]:
     """Tell whether a module is a Linear layer over ordinary weights, which another product may stand for."""

@@ -53,7 +53,7 @@ class Engine:
         self._is_compared = False  # the model, with what the core was built of, since the last step
         self._uncompared: list[int] = []  # requests that were added since then
         self._untold: list[Piece] = []  # of a step that Ctrl-C ended
-        self._is_changing = False
+        self._changing_in: int | None = None  # a process, as one that is forked meanwhile changes nothing
         self._look()
         self._worker = Worker()
         self._coming: set[Mailbox] = set()  # streams whose requests are on their way to the thread
@@ -80,13 +80,20 @@ class Engine:
             WrongThreadError: streams are open, or another thread uses the engine.
         """
         self._worker.settle(self._core)
+        self._core.target.claim()  # before anything is touched
         job, stops = self.llm.job("Engine.add_request", prompt, priority, draft, options)
         if job.stop.max_new_tokens:
             self._core.check_room()  # before what takes longer
         with self._changing():
             self._follow_model()
-            with uninterrupted():
-                return self._add(job, stops)
+            request_id = None
+            try:
+                with uninterrupted():
+                    request_id = self._add(job, stops)
+            except KeyboardInterrupt:  # the caller will never know the id
+                self._close(request_id)
+                raise
+            return request_id
 
     def step(self) -> list[Piece]:
         """Run one step and return what it gave; the last piece of a request holds its `completion`.
@@ -98,6 +105,7 @@ class Engine:
             WrongThreadError: streams are open, or another thread uses the engine.
         """
         self._worker.settle(self._core)
+        self._core.target.claim()  # before anything is touched
         return self._step()
 
     def abort(self, request_id: int) -> Completion | None:
@@ -113,12 +121,15 @@ class Engine:
             self._worker.post(self._abort_stream, request_id)
             return None
         self._worker.settle(self._core)
+        self._core.target.claim()  # before anything is touched
         if request_id not in self._open:
             return None
         with self._changing(), uninterrupted():
             self._core.abort(request_id)
-            last = self._take(request_id)
-        return last[-1].completion if last else None
+            self._untold += self._take(request_id)
+        own = [piece for piece in self._untold if piece.index == request_id]
+        self._untold = [piece for piece in self._untold if piece.index != request_id]
+        return own[-1].completion if own else None
 
     @property
     def has_unfinished(self) -> bool:
@@ -175,10 +186,12 @@ class Engine:
 
     def _step(self) -> list[Piece]:
         with self._changing():
-            with uninterrupted():
-                pieces = self._refuse_uncompared()
-            if pieces:
-                return pieces
+            if self._uncompared and not self._is_current():
+                with uninterrupted():
+                    self._refuse_uncompared()
+            self._uncompared, self._is_compared = [], False
+            if self._untold:
+                return self._hand_over()
             try:
                 news = self._steps.step()
             except BaseException as error:
@@ -191,6 +204,10 @@ class Engine:
             with uninterrupted():  # what is taken is handed out, or is there for the next step
                 for request_id in list(self._open) if news is None else news:
                     self._untold += self._take(request_id)
+                self._steps.taken()
+        return self._hand_over()
+
+    def _hand_over(self) -> list[Piece]:
         pieces, self._untold = self._untold, []
         return pieces
 
@@ -205,11 +222,11 @@ class Engine:
             self._close(request_id)
         return pieces
 
-    def _close(self, request_id: int) -> None:
-        pieces = self._open.pop(request_id, None)
+    def _close(self, request_id: int | None) -> None:
+        pieces = None if request_id is None else self._open.pop(request_id, None)
         if pieces is not None:
             (request,) = pieces.follow.requests
-            self._core.forget(request_id)
+            self._core.forget(request.request_id)
             self._finished.add(request.stats, request.finish_reason)
 
     # ------------------------------------------------------------------ the model may change
@@ -233,28 +250,25 @@ class Engine:
     def _is_current(self) -> bool:
         return self._core is self.llm.engine and self.llm.is_current
 
-    def _refuse_uncompared(self) -> list[Piece]:
-        """End the requests that were added after the model had changed, and return their last pieces."""
-        uncompared, self._uncompared, self._is_compared = self._uncompared, [], False
-        pieces: list[Piece] = []
-        if not uncompared or self._is_current():
-            return pieces
-        for request_id in uncompared:
+    def _refuse_uncompared(self) -> None:
+        """End the requests that were added after the model had changed."""
+        while self._uncompared:
+            request_id = self._uncompared.pop()
             if request_id in self._open:
                 self._core.fail(request_id, ModelChangedError(_CHANGED))
-                pieces += self._take(request_id)
-        return pieces
+                self._untold += self._take(request_id)
 
     # ------------------------------------------------------------------ what others see
 
     @contextmanager
     def _changing(self) -> Iterator[None]:
         """Keep `metrics` from looking at what is half done, and leave it something recent to show."""
-        is_outermost, self._is_changing = not self._is_changing, True
+        earlier, self._changing_in = self._changing_in, os.getpid()
+        is_outermost = earlier != self._changing_in
         try:
             yield
         finally:
-            self._is_changing = not is_outermost
+            self._changing_in = None if is_outermost else earlier
         if is_outermost and (not self._open or time.monotonic() - self._seen.at_s >= _LOOK_EVERY_S):
             self._look()
 
@@ -265,7 +279,7 @@ class Engine:
         self._seen = Moment(stats, target.usage(), kv, time.monotonic())
 
     def _moment(self) -> Moment:
-        if not self._is_changing and self._core.target.owner == threading.get_ident():
+        if self._changing_in != os.getpid() and self._core.target.owner == threading.get_ident():
             self._look()  # nobody else changes anything now
         return self._seen
 

@@ -10,6 +10,7 @@ import torch
 from specdec.errors import OutOfCacheError
 from specdec.interfaces import Segment
 from specdec.kv.allocation import STEPS_IN_PIECES
+from specdec.kv.blocks import BlockPool
 from specdec.kv.cache import KVCache
 from specdec.kv.storage import SlotStorage
 from tests.decoding import add, assert_fresh_kv, drain, engine_of, private_runner, prompts
@@ -166,3 +167,33 @@ def test_the_ids_are_the_same(drafter: str, options: dict[str, Any], kv_dtype: s
         runs_of = seen[request.request_id]
         assert runs_of[0] == 2
         assert set(runs_of[STEPS_IN_PIECES:]) == {1}, runs_of
+
+
+def test_without_a_limit_copies_are_bounded_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many requests behind one long prompt would otherwise hold it as many times."""
+    shared = Shared()
+    shared.both(0, TEXT[:13])
+    block_bytes = shared.cache._allocation.storage.bytes_per_slot * SIZE
+    monkeypatch.setattr("specdec.kv.allocation.MOST_KEPT_BYTES", 10 * block_bytes)  # two copies of five blocks at most
+    texts = {request: [*TEXT[:12], 40 + request] for request in range(1, 6)}
+    for step in range(STEPS_IN_PIECES + 3):
+        for request, tokens in texts.items():
+            if step == 0:
+                assert shared.both(request, tokens) == 12
+            else:
+                tokens.append(50 + step)
+                shared.run(request, tokens)
+    assert sum(runs(shared, request) == 1 for request in texts) == 2
+    for request, tokens in texts.items():
+        shared.holds(request, tokens)
+
+
+def test_a_request_that_cannot_move_keeps_what_is_set_aside_for_it() -> None:
+    pool = BlockPool(max_blocks=8)
+    assert pool.claim(1, 3)
+    assert pool.claim(2, 2)
+    assert not pool.claim(1, 6, whole=True)
+    assert pool.num_claimed(1) == 3
+    assert pool.claim(1, 3, whole=True)
+    assert pool.num_claimed(1) == 3
+    assert pool.claim(3, 3, whole=True), "what was set aside before is free again"

@@ -99,6 +99,20 @@ class TestTheProduct:
         # Without a copy: F.linear itself, to the last bit.
         assert torch.equal(FusedLinear(layers, None)(x), want)
 
+    @pytest.mark.parametrize(("width", "out"), [(576, 960), (1536, 576), (2048, 64)])
+    def test_rows_alike_have_the_same_bits_in_any_company(self, width: int, out: int) -> None:
+        if not can_prepack(torch.zeros(8, 8)):
+            pytest.skip("oneDNN has no prepacked product here")
+        generator = torch.Generator().manual_seed(width)
+        linear = nn.Linear(width, out, bias=False)
+        layer = FusedLinear([linear], [False, True, False, True])  # another kernel by rows, were it asked by rows
+        x = torch.randn(64, width, generator=generator)
+        with torch.inference_mode():
+            whole = layer.alike(x)
+            torch.testing.assert_close(whole, linear(x), rtol=1e-4, atol=1e-4)
+            for rows in (1, 2, 3, 5, 8, 33):
+                assert torch.equal(layer.alike(x[:rows]), whole[:rows]), rows
+
     def test_inputs_that_are_not_contiguous(self) -> None:
         need_prepacking()
         layers = linears(40)
