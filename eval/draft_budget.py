@@ -18,11 +18,11 @@ from rich.table import Table
 
 from specdec.api import LLM, Completion
 from specdec.errors import ConfigError
-from specdec.eval.entry import run_and_write
+from specdec.eval.entry import markdown_table, run_and_write
 from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample
+from specdec.eval.timing import Sample, batch_decode_s
 from specdec.provenance import provenance
 from specdec.stats import total
 
@@ -104,8 +104,7 @@ def _run(llm: LLM, batch: Sequence[list[int]], number: int, max_new_tokens: int)
     start = time.perf_counter()
     done = llm.generate(list(batch), max_new_tokens=max_new_tokens, ignore_eos=True)
     spent = time.perf_counter() - start
-    emissions = [completion.stats.emissions for completion in done]
-    decode = max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
+    decode = batch_decode_s([completion.stats for completion in done])
     return Sample(number, 0, sum(len(completion.token_ids) for completion in done), 0.0, decode, spent), done
 
 
@@ -147,10 +146,7 @@ def show(result: Row) -> None:
 
 def markdown(result: Row) -> str:
     """Return the same for the docs."""
-    head, *rows = lines(result)
-    return (
-        "\n".join([f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(r)} |" for r in rows)]) + "\n"
-    )
+    return markdown_table(lines(result))
 
 
 @hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_budget")

@@ -21,7 +21,7 @@ from specdec.eval.draft_length_tables import markdown, show
 from specdec.eval.entry import run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample, engine_variant, run_rotated
+from specdec.eval.timing import Sample, batch_decode_s, engine_variant, run_rotated
 from specdec.interfaces import SamplingParams
 from specdec.provenance import provenance
 from specdec.registry import VERIFIERS
@@ -71,8 +71,7 @@ def _run(llm: LLM, prompts: Sequence[list[int]], max_new_tokens: int, seed: int)
 def _sample(llm: LLM, batch: Sequence[list[int]], max_new_tokens: int, number: int) -> Sample:
     """Return one run of a batch; its decode time ends with the last request's last token."""
     done = _run(llm, batch, max_new_tokens, seed=1000 * number)
-    emissions = [r.stats.emissions for r in done]
-    spent = max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
+    spent = batch_decode_s([r.stats for r in done])
     return Sample(number, 0, sum(len(r.new_tokens) for r in done), 0.0, spent, spent)
 
 

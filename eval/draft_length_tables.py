@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from specdec.eval.entry import markdown_table
+
 Rows = list[list[str]]
 
 LEAST = 0.98  # of the speed without drafting
@@ -78,9 +80,5 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return the same for the docs."""
-    parts = []
-    for title, (head, *rows) in tables(result):
-        lines = [f"**{title}**", "", f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        parts.append("\n".join(lines))
-    return "\n\n".join([*parts, verdict(result)]) + "\n"
+    parts = [f"**{title}**\n\n{markdown_table(rows)}" for title, rows in tables(result)]
+    return "\n".join([*parts, verdict(result)]) + "\n"

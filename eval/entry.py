@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,13 @@ from transformers.utils import logging as transformers_logging
 from specdec.errors import SpecdecError
 
 Measured = dict[str, Any]
+
+
+def markdown_table(rows: Sequence[Sequence[str]]) -> str:
+    """Return a Markdown table; the first row is its head."""
+    head, *others = rows
+    lines = [" | ".join(row) for row in (head, ["---"] * len(head), *others)]
+    return "".join(f"| {line} |\n" for line in lines)
 
 
 def run_and_write(

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from specdec.api import LLM
 from specdec.errors import ConfigError
-from specdec.eval.entry import run_and_write
+from specdec.eval.entry import markdown_table, run_and_write
 from specdec.eval.prompts import encode, load_texts
 from specdec.planner import Device, PlannedModel, Workload, make_plan, read_model
 from specdec.planner.names import canonical
@@ -144,8 +144,7 @@ def show(result: dict[str, Any]) -> None:
 
 def markdown(result: dict[str, Any]) -> str:
     """Return what docs/planner.md has of a run: its command, what the machine does per second, and the table."""
-    lines = [" | ".join(_COLUMNS), " | ".join(["---"] * len(_COLUMNS)), *(" | ".join(row) for row in _cells(result))]
-    table = "".join(f"| {line} |\n" for line in lines)
+    table = markdown_table([_COLUMNS, *_cells(result)])
     return f"```bash\n{_command(result)}\n```\n\n{_machine(result)}:\n\n{table}"
 
 

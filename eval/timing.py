@@ -29,6 +29,12 @@ class Sample:
     stats: RequestStats | None = None
 
 
+def batch_decode_s(stats: Sequence[RequestStats]) -> float:
+    """Return the decode time of requests that ran together: from when all have a first token to the last token."""
+    emissions = [own.emissions for own in stats]
+    return max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
+
+
 def _wait(device: torch.device) -> None:
     """Wait for what an accelerator still has to do, so that a clock read next includes it."""
     if device.type != "cpu":

@@ -65,10 +65,7 @@ def attend_segment(
     else:
         folded = q.view(num_rows, num_kv_heads, group, width).transpose(0, 1).reshape(num_kv_heads, -1, width)
     mask = segment.mask(pattern, q, group)
-    if softcap is None and sinks is None:
-        out = F.scaled_dot_product_attention(folded[None], k[None], v[None], attn_mask=mask, scale=scaling)[0]
-    else:
-        out = _explicit(folded, k, v, mask, scaling or width**-0.5, softcap, sinks, group)
+    out = _attend_folded(folded, k, v, mask, scaling, softcap, sinks, group)
     if num_rows == 1:
         return out.reshape(1, num_heads, -1)
     return out.view(num_kv_heads, num_rows, group, -1).transpose(0, 1).reshape(num_rows, num_heads, -1)
@@ -96,13 +93,25 @@ def attend_rows(
     for row in range(segment.num_rows):
         seen = segment.seen(row, pattern, keys.device)
         k, v = keys[seen].transpose(0, 1), values[seen].transpose(0, 1)  # [h, n, *]
-        folded = q[row].view(num_kv_heads, group, width)
-        if softcap is None and sinks is None:
-            out = F.scaled_dot_product_attention(folded[None], k[None], v[None], scale=scaling)[0]
-        else:
-            out = _explicit(folded, k, v, None, scaling or width**-0.5, softcap, sinks, group)
+        out = _attend_folded(q[row].view(num_kv_heads, group, width), k, v, None, scaling, softcap, sinks, group)
         rows.append(out.reshape(1, q.shape[1], -1))
     return rows[0] if len(rows) == 1 else torch.cat(rows)
+
+
+def _attend_folded(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    softcap: float | None,
+    sinks: Tensor | None,
+    group: int,
+) -> Tensor:
+    """Return [h, m * G, E] of q [h, m * G, D] (rows outer, group inner), k [h, n, D] and v [h, n, E]."""
+    if softcap is None and sinks is None:
+        return F.scaled_dot_product_attention(q[None], k[None], v[None], attn_mask=mask, scale=scaling)[0]
+    return _explicit(q, k, v, mask, scaling or q.shape[-1] ** -0.5, softcap, sinks, group)
 
 
 def _explicit(

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncGenerator, Iterator, Sequence
-from contextlib import aclosing, contextmanager
+from contextlib import ExitStack, aclosing, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -344,10 +344,10 @@ class Engine:
         self._drive()
 
     def _drop(self, request_ids: Sequence[int]) -> None:
-        with self._changing():
+        with self._changing(), ExitStack() as stack:  # each of them, also if dropping one fails
             for request_id in request_ids:
                 self._mail.close(request_id)
-                self._close(request_id)
+                stack.callback(self._close, request_id)
 
     def _abort_stream(self, request_id: int) -> None:
         if request_id in self._open:
@@ -380,12 +380,13 @@ class Engine:
             self._end_streams(error)
 
     def _end_streams(self, error: BaseException) -> None:
-        """Tell every stream of what is no single request's doing, and drop their requests."""
-        for request_id in self._mail.fail(error):
-            try:
-                self._drop([request_id])
-            except Exception:
-                log.exception("request %s could not be dropped", request_id)
+        """Tell every stream of what is no single request's doing, and drop their requests.
+
+        What dropping them raises is in the log: see `Worker.post`.
+        """
+        request_ids = self._mail.fail(error)
+        self._untold.clear()  # of the same requests, whose streams have ended
+        self._drop(request_ids)
 
 
 _CHANGED = (

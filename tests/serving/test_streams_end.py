@@ -112,6 +112,52 @@ def close_with_open_streams(serving: specdec.Engine, *prompts: Sequence[int]) ->
 
 # What asyncio says of tasks that its loop left behind.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+class TestLettingGo:
+    """What is dropped after a fault of the whole engine: all of it, whatever else fails."""
+
+    def test_one_that_cannot_be_dropped_keeps_no_other(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Those of a closed loop are dropped together, and by nobody else."""
+        serving = engine()
+        core = serving.llm.engine
+        honest = core.forget
+        ids = [serving.add_request(p, max_new_tokens=50) for p in PROMPTS[:3]]
+        serving.step()
+
+        def forget(request_id: int) -> None:
+            honest(request_id)
+            if request_id == ids[1]:
+                raise RuntimeError("cannot be dropped")
+
+        monkeypatch.setattr(core, "forget", forget)
+        with pytest.raises(RuntimeError, match="cannot be dropped"):
+            serving._drop(ids)
+        assert_empty(serving)
+
+    def test_what_failed_streams_were_not_told_is_told_to_nobody(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Taking the second one's news fails when those of the first are ready."""
+        serving = engine()
+        honest = specdec.Engine._take
+        taken: list[int] = []
+
+        def take(self: specdec.Engine, request_id: int) -> list[specdec.Piece]:
+            taken.append(request_id)
+            if len(taken) > 4 and request_id != taken[0]:
+                raise MemoryError
+            return honest(self, request_id)
+
+        monkeypatch.setattr(specdec.Engine, "_take", take)
+
+        async def main() -> list[Any]:
+            streams = [read(serving, p, 50) for p in PROMPTS[:2]]
+            return await asyncio.gather(*streams, return_exceptions=True)
+
+        assert [type(raised) for raised in asyncio.run(main())] == [MemoryError] * 2
+        monkeypatch.undo()
+        assert_empty(serving)
+        request_id = serving.add_request(PROMPTS[0], max_new_tokens=8)
+        assert drain(serving)[request_id].token_ids == solo(PROMPTS[0], 8)
+
+
 class TestClosedLoops:
     @pytest.fixture(autouse=True)
     def _collect(self) -> Iterator[None]:
