@@ -91,6 +91,17 @@ class DraftModelDrafter:
         self.draft_depth = None if shape is None else shape.depth
         self._open: dict[int, _Reservation] = {}
         self.advised_draft_tokens: int | None = None
+        self.model: Any = None  # the transformers model that drafts
+
+    @property
+    def target_ids(self) -> Tensor | None:
+        """What the columns of the draft model's logits stand for, [Vd] int64; None = the target's ids in order."""
+        return self._vocabulary.target_ids
+
+    @property
+    def reads_target_ids(self) -> bool:
+        """False where it has other tokens, and reads its own spelling of the text."""
+        return not isinstance(self._vocabulary, SharedTokens)
 
     @classmethod
     def build(
@@ -134,7 +145,7 @@ class DraftModelDrafter:
             tokens = distilled.vocabulary
             fitting: Vocabulary = SomeTokens(None if tokens.is_whole else tokens.target_ids)
             drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
-            drafter.advised_draft_tokens = draft_tokens
+            drafter.advised_draft_tokens, drafter.model = draft_tokens, distilled.model
             drafter.weight_bytes = weight_bytes_beside(context.runner.model, runner.model.parameters())
             return drafter
         if hasattr(model, "forward"):
@@ -157,6 +168,7 @@ class DraftModelDrafter:
         if isinstance(fitting, SharedTokens) and vocabulary == "auto":
             report_intersection(summary(fitting))
         drafter = cls(runner, context.vocab_size, fitting, shape, sampled)
+        drafter.model = model
         drafter.weight_bytes = weight_bytes_beside(context.runner.model, runner.model.parameters())
         return drafter
 

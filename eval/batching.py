@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from statistics import median
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +26,7 @@ from specdec.api import LLM
 from specdec.debug.near_tie import near_tie_limit
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.lossless import compare_answers, num_near_ties, only_near_ties
 from specdec.eval.prompts import encode, load_texts
@@ -181,7 +181,7 @@ def show(result: dict[str, Any]) -> bool:
     return same
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="batching")
+@hydra_main("batching")
 def main(config: DictConfig) -> None:
     """Measure, print, write; the exit code says whether answers are the same."""
     sys.exit(0 if run_and_write(config, "batching", measure, show) else 1)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -23,6 +22,7 @@ from rich.table import Table
 from specdec import Engine, Piece
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts, long_prompt
 from specdec.provenance import provenance
@@ -168,7 +168,7 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="chunked_prefill")
+@hydra_main("chunked_prefill")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
     run_and_write(config, "chunked_prefill", measure, show)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -19,6 +18,7 @@ from rich.table import Table
 from specdec.api import LLM, Completion
 from specdec.errors import ConfigError
 from specdec.eval.entry import markdown_table, run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.ratios import speedup
@@ -149,7 +149,7 @@ def markdown(result: Row) -> str:
     return markdown_table(lines(result))
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_budget")
+@hydra_main("draft_budget")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
     run_and_write(config, "draft_budget", measure, show, markdown)

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
@@ -19,6 +18,7 @@ from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.draft_length_tables import markdown, show
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.ratios import speedup
 from specdec.eval.timing import Sample, batch_decode_s, engine_variant, run_rotated
@@ -216,7 +216,7 @@ def measure(config: Any) -> dict[str, Any]:
     return result
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="draft_length")
+@hydra_main("draft_length")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
     run_and_write(config, "draft_length", measure, lambda result: show(result, console), markdown)

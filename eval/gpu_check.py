@@ -18,7 +18,6 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -46,6 +45,7 @@ from specdec.eval.gpu_sections import (
     told,
 )
 from specdec.eval.gpu_timings import timing_checks
+from specdec.eval.hydra_main import hydra_main
 from specdec.provenance import provenance
 
 console = Console()
@@ -209,7 +209,7 @@ def show(result: dict[str, Any]) -> bool:
     return good
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="gpu_check")
+@hydra_main("gpu_check")
 def main(config: DictConfig) -> None:
     """Check, print, write; the exit code is the verdict."""
     sys.exit(0 if run_and_write(config, "gpu_check", measure, show) else 1)

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import hydra
 import torch
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
@@ -21,6 +20,8 @@ from torch import Tensor
 from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
+from specdec.eval.llm_options import engine_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.interfaces import Segment
 from specdec.provenance import provenance
@@ -36,7 +37,7 @@ def measure(config: Any) -> dict[str, Any]:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens!r}; allowed: an integer >= 1")
     if config.kv_dtype is None:
         raise ConfigError("kv_dtype=null is exact KV, which would be compared with itself; give int8 or int4")
-    engine: dict[str, Any] = OmegaConf.to_container(config.engine, resolve=True)
+    engine = engine_options(config)
     if "kv_dtype" in engine:
         raise ConfigError("engine.kv_dtype goes to both sides of the comparison; give kv_dtype alone")
     exact = LLM(config.target.name, dtype=config.target.dtype, **engine)
@@ -112,7 +113,7 @@ def show(result: dict[str, Any]) -> bool:
     return good
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="kv_error")
+@hydra_main("kv_error")
 def main(config: DictConfig) -> None:
     """Measure, print, write; the exit code says whether the bound holds."""
     sys.exit(0 if run_and_write(config, "kv_error", measure, show) else 1)

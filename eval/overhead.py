@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -18,6 +17,7 @@ from rich.table import Table
 from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.interfaces import FeatureSpec, Forward, Segment
@@ -109,7 +109,7 @@ def show(result: dict[str, Any]) -> None:
     )
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="overhead")
+@hydra_main("overhead")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
     run_and_write(config, "overhead", measure, show)

@@ -12,7 +12,6 @@ from itertools import product
 from statistics import median
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -20,6 +19,8 @@ from rich.table import Table
 from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.entry import markdown_table, run_and_write
+from specdec.eval.hydra_main import hydra_main
+from specdec.eval.llm_options import engine_options
 from specdec.eval.prompts import encode, load_texts
 from specdec.planner import Device, PlannedModel, Workload, make_plan, read_model
 from specdec.planner.names import canonical
@@ -51,7 +52,7 @@ def measure(config: Any) -> dict[str, Any]:
         raise ConfigError(f"max_new_tokens={config.max_new_tokens}; allowed: at least 8, or there is little to time")
     if not config.drafters or config.drafters[0] != "none":
         raise ConfigError("drafters must begin with none: speedups are over it")
-    engine = OmegaConf.to_container(config.engine, resolve=True) or {}
+    engine = engine_options(config)
     base = LLM(config.target.name, dtype=config.target.dtype, **engine)
     llms = {name: LLM(base.model, drafter=name, tokenizer=base.tokenizer, **engine) for name in config.drafters}
     model, device = read_model(config.target.name), this_device(canonical(str(base.engine.target.dtype)))
@@ -177,7 +178,7 @@ def _cells(result: dict[str, Any]) -> list[list[str]]:
     ]
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="plan_check")
+@hydra_main("plan_check")
 def main(config: DictConfig) -> None:
     """Measure, print and write."""
     run_and_write(config, "plan_check", measure, show, markdown)

@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from statistics import median
 from typing import Any
 
-import hydra
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
@@ -23,6 +22,7 @@ from specdec import Engine
 from specdec.debug.near_tie import near_tie_limit
 from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.lossless import compare_answers, num_near_ties, only_near_ties
 from specdec.eval.prompts import encode, load_texts, long_prompt
@@ -140,7 +140,7 @@ def show(result: dict[str, Any]) -> bool:
     return good
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="prefix")
+@hydra_main("prefix")
 def main(config: DictConfig) -> None:
     """Measure, print, write; the exit code says whether hits change anything but time."""
     sys.exit(0 if run_and_write(config, "prefix", measure, show) else 1)

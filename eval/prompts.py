@@ -1,22 +1,22 @@
-"""Prompt sets: texts of the config or rows of a JSON Lines file, as token ids."""
+"""The first turns of a prompt set, a fair choice of them, and their token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from specdec.api import LLM
 from specdec.errors import ConfigError, InputError
+from specdec.eval.conversations import load_conversations
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of a prompt set."""
+    """What a conversation of a prompt set begins with."""
 
     text: str
-    name: str  # its "question_id" or "id", else its number
+    name: str  # of the conversation
     category: str
 
 
@@ -24,7 +24,7 @@ def load_texts(config: Any) -> tuple[list[str], int]:
     """Return the prompts of a prompts config, and how many rows were left out for their length.
 
     Raises:
-        ConfigError: no such file, or nothing in it can be used.
+        ConfigError: the source cannot be read, or nothing in it can be used.
     """
     texts = [prompt.text for prompt in load_prompts(config)]
     short = [t for t in texts if config.max_words is None or len(t.split()) <= config.max_words]
@@ -36,40 +36,12 @@ def load_texts(config: Any) -> tuple[list[str], int]:
 
 
 def load_prompts(config: Any) -> list[Prompt]:
-    """Return every row of a prompts config; those without a "category" are of the category "other".
+    """Return the first turn of every conversation of a prompts config, without a system prompt.
 
     Raises:
-        ConfigError: no such file, or a row of it has no text.
+        ConfigError: the source cannot be read, or a row of it has no text.
     """
-    if config.texts is not None:
-        return [Prompt(text, str(i), "other") for i, text in enumerate(config.texts)]
-    return _read(config.path)
-
-
-def _read(name: str) -> list[Prompt]:
-    path = Path(name)
-    if not path.is_file():
-        raise ConfigError(f"prompts.path={name!r} is not a file; give a JSON Lines file")
-    from datasets import load_dataset
-
-    try:
-        rows = load_dataset("json", data_files=str(path.resolve()), split="train")
-    except Exception as error:  # datasets raises its own kinds, and those of pandas and pyarrow
-        raise ConfigError(f"prompts.path={name!r} cannot be read as JSON Lines: {error}") from error
-    return [_prompt(row, i, path) for i, row in enumerate(rows)]
-
-
-def _prompt(row: dict[str, Any], number: int, path: Path) -> Prompt:
-    name = next((row[key] for key in ("question_id", "id") if row.get(key) is not None), number)
-    return Prompt(_text(row, path), str(name), str(row.get("category") or "other"))
-
-
-def _text(row: dict[str, Any], path: Path) -> str:
-    if row.get("turns"):
-        return str(row["turns"][0])
-    if isinstance(row.get("prompt"), str):
-        return str(row["prompt"])
-    raise ConfigError(f"{path}: a row has neither 'turns' nor 'prompt'; its columns are {', '.join(row)}")
+    return [Prompt(c.turns[0], c.name, c.category) for c in load_conversations(config)]
 
 
 def _spread(texts: list[str], limit: int | None) -> list[str]:

@@ -15,7 +15,7 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A median of per-prompt ratios and its 95 % bootstrap interval over prompts."""
+    """A median of per-prompt ratios and its bootstrap interval over prompts."""
 
     median: float
     low: float
@@ -23,14 +23,16 @@ class Ratio:
     per_prompt: list[float]
 
 
-def speedup(baseline: Sequence[Sample], variant: Sequence[Sample], time_of: Callable[[Sample], float]) -> Ratio:
+def speedup(
+    baseline: Sequence[Sample], variant: Sequence[Sample], time_of: Callable[[Sample], float], level: float = 0.95
+) -> Ratio:
     """Return baseline time over variant time per token: each prompt's is the median over its repeats."""
     pairs: dict[int, list[float]] = {}
     for a, b in zip(baseline, variant, strict=True):
         assert (a.prompt, a.repeat) == (b.prompt, b.repeat), "samples are paired by prompt and repeat"
         pairs.setdefault(a.prompt, []).append((time_of(a) / a.num_tokens) / (time_of(b) / b.num_tokens))
     per_prompt = [statistics.median(values) for values in pairs.values()]
-    low, high = bootstrap_interval(per_prompt)
+    low, high = bootstrap_interval(per_prompt, level)
     return Ratio(statistics.median(per_prompt), low, high, per_prompt)
 
 

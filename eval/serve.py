@@ -1,7 +1,7 @@
 """Requests that arrive over time against an engine in this process: latency, goodput and memory under a load.
 
     python -m specdec.eval.serve load.rate=2 load.num_requests=100 drafter=self_int8
-    python -m specdec.eval.serve load.rate=4 load.duration_s=1800 load.abort_share=0.2 +engine.max_waiting=64
+    python -m specdec.eval.serve load.rate=4 load.duration_s=1800 load.abort_share=0.2 engine.max_waiting=64
 
 `specdec bench serve` does the same. Exit code 0, or 1 if the KV cache's books were wrong, 2 = bad input.
 """
@@ -11,19 +11,18 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, fields
+from dataclasses import asdict
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 
 from specdec import Engine, InputError, OutOfCacheError, QueueFullError
 from specdec.eval.entry import run_and_write
+from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.load import Load, LoadConfig, Moment, Run
 from specdec.eval.outcomes import summarise
@@ -36,9 +35,6 @@ from specdec.stats import EngineStats
 console = Console()
 _MOST_GAPS = 20_000  # in a result: evenly taken of all, for the picture
 _WARM_UP_TOKENS, _MOST_WARM_UP = 8, 16
-
-# The defaults stand in LoadConfig alone.
-ConfigStore.instance().store(group="load", name="default", node={f.name: f.default for f in fields(LoadConfig)})
 
 
 def serve(
@@ -161,7 +157,7 @@ def show(result: dict[str, Any], to: Console = console) -> bool:
     return result["fault"] is None
 
 
-@hydra.main(version_base="1.3", config_path="pkg://specdec.configs", config_name="serve")
+@hydra_main("serve")
 def main(config: DictConfig) -> None:
     """Measure, print, draw, write; the exit code tells whether the KV cache's books were right."""
 

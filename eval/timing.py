@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from rich.progress import Progress
-from transformers.generation.streamers import BaseStreamer
 
 from specdec.api import LLM
+from specdec.eval.peers.hf import TransformersPeer
+from specdec.eval.peers.interface import wait_for
+from specdec.eval.records import VariantInfo
 from specdec.stats import RequestStats
 
 
@@ -35,12 +36,6 @@ def batch_decode_s(stats: Sequence[RequestStats]) -> float:
     return max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
 
 
-def _wait(device: torch.device) -> None:
-    """Wait for what an accelerator still has to do, so that a clock read next includes it."""
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 Variant = Callable[[list[int]], Sample]  # prompt ids -> sample, its prompt and repeat still 0
 
 
@@ -49,10 +44,10 @@ def engine_variant(llm: LLM, max_new_tokens: int, temperature: float, seed: int 
     options: dict[str, Any] = {"temperature": temperature, "seed": seed, "ignore_eos": True}
 
     def run(prompt: list[int]) -> Sample:
-        _wait(llm.model.device)
+        wait_for(llm.model.device)
         start = time.perf_counter()
         done = llm.generate(prompt, max_new_tokens=max_new_tokens, **options)[0]
-        _wait(llm.model.device)
+        wait_for(llm.model.device)
         total = time.perf_counter() - start
         stats = done.stats
         decode = stats.emissions[-1][0] - stats.emissions[0][0]
@@ -61,49 +56,16 @@ def engine_variant(llm: LLM, max_new_tokens: int, temperature: float, seed: int 
     return run
 
 
-class _Clock(BaseStreamer):
-    """Notes when transformers hands out its first and last token."""
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-
-    def put(self, value: Any) -> None:
-        self.times.append(time.perf_counter())
-
-    def end(self) -> None: ...
-
-
 def transformers_variant(model: Any, max_new_tokens: int, temperature: float, seed: int | None) -> Variant:
-    """Return a variant that runs transformers' own generate() on the same model.
-
-    What the model's generation config says of logits (a repetition penalty, suppressed tokens) applies, as in the
-    engine's variants; its top-k and top-p do not, as there.
-    """
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature:
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    """Return a variant that runs transformers' own generate() on the same model, as the peer "transformers"."""
+    peer = TransformersPeer(VariantInfo("transformers", "peer"), model, temperature, seed)
 
     def run(prompt: list[int]) -> Sample:
-        ids = torch.tensor([prompt], device=model.device)
-        clock = _Clock()
-        if seed is not None:
-            torch.manual_seed(seed)
-        _wait(model.device)
         start = time.perf_counter()
-        out = model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=max_new_tokens,
-            eos_token_id=-1,  # never met: past EOS, as the engine's variants
-            pad_token_id=0,
-            streamer=clock,
-            **sampling,
-        )
-        _wait(model.device)
+        answer = peer.run([prompt], [max_new_tokens])[0]
         total = time.perf_counter() - start
-        first, last = clock.times[1], clock.times[-1]  # the prompt is put first
-        new = out[0, len(prompt) :].tolist()
-        return Sample(0, 0, len(new), first - start, last - first, total, new)
+        first, last = answer.emissions[0][0], answer.emissions[-1][0]
+        return Sample(0, 0, len(answer.token_ids), first, last - first, total, answer.token_ids)
 
     return run
 

@@ -18,8 +18,13 @@ from specdec.interfaces import Drafter, SamplingParams, Verifier
 from specdec.models.build import is_current, runner_for
 from specdec.models.config_processors import ConfigProcessors
 from specdec.models.generation import as_processors, criteria_for, eos_token_ids, is_generation_field
-from specdec.models.loading import load_model
-from specdec.models.machine import measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
+from specdec.models.loading import gguf_path, load_model, load_tokenizer_of
+from specdec.models.machine import (
+    matmul_flops_per_s,
+    measure_step_times,
+    read_bandwidth_bytes_per_s,
+    weight_bytes_per_step,
+)
 from specdec.models.matmul import cpu_name
 from specdec.models.random_model import random_model
 from specdec.models.runner import ModelRunner
@@ -37,6 +42,9 @@ __all__ = [
     "Completion",
     "Piece",
     "cpu_name",
+    "gguf_path",
+    "load_tokenizer_of",
+    "matmul_flops_per_s",
     "measure_step_times",
     "random_model",
     "read_bandwidth_bytes_per_s",

@@ -53,22 +53,33 @@ class Registry:
             raise ConfigError(f"{self.kind} {name!r} cannot be imported from {target!r}: {error}") from error
 
 
-def refuse_unknown(what: str, given: Iterable[str], allowed: Iterable[str]) -> None:
-    """Raise ConfigError naming the first of `given` that is not `allowed`, with the nearest that is."""
+def refuse_unknown(what: str, given: Iterable[str], allowed: Iterable[str], before: str = "") -> None:
+    """Raise ConfigError naming the first of `given` that is not `allowed`, with the nearest that is.
+
+    `before` is put before every option's name, where the user writes it so.
+    """
     names = sorted(allowed)
     for key in given:
         if key not in names:
             close = difflib.get_close_matches(str(key), names, n=1)
-            hint = f" did you mean {close[0]!r}?" if close else ""
-            raise ConfigError(f"{what} has no option {key!r};{hint} available: {', '.join(names) or 'none'}")
+            hint = f" did you mean {before + close[0]!r}?" if close else ""
+            available = ", ".join(before + name for name in names) or "none"
+            raise ConfigError(f"{what} has no option {f'{before}{key}'!r};{hint} available: {available}")
+
+
+def named_parameters(function: Callable[..., Any], reserved: int = 0) -> list[inspect.Parameter] | None:
+    """Return the keyword parameters of `function` behind its first `reserved` ones, or None if it takes any."""
+    parameters = list(inspect.signature(function).parameters.values())[reserved:]
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        return None
+    return [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
 
 
 def check_options(what: str, function: Callable[..., Any], options: Collection[str], reserved: int = 0) -> None:
     """Raise ConfigError unless `options` can be given to `function`; its first `reserved` parameters are ours."""
-    parameters = list(inspect.signature(function).parameters.values())[reserved:]
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+    named = named_parameters(function, reserved)
+    if named is None:
         return
-    named = [p for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     refuse_unknown(what, options, (p.name for p in named))
     missing = next((p.name for p in named if p.default is p.empty and p.name not in options), None)
     if missing is not None:

@@ -131,6 +131,7 @@ def trace_from_environment(
 
 def run_header(target: Any, drafter: Drafter, verifiers: VerifierChoice, config: Any) -> dict[str, Any]:
     """Return what a trace says about an engine of these parts, see `trace_from_environment`."""
+    rules = {when: getattr(verifiers, when) for when in ("greedy", "seeded", "sampled")}
     return {
         "versions": {
             "specdec": _version("torch-specdec"),
@@ -142,7 +143,8 @@ def run_header(target: Any, drafter: Drafter, verifiers: VerifierChoice, config:
         "dtype": str(target.dtype).removeprefix("torch."),
         "device": str(target.device),
         "drafter": drafter.name,
-        "verifiers": {when: getattr(verifiers, when).name for when in ("greedy", "seeded", "sampled")},
+        "verifiers": {when: rule.name for when, rule in rules.items()},
+        "lossless": {when: bool(getattr(rule, "lossless", False)) for when, rule in rules.items()},
         "engine": asdict(config),
     }
 
@@ -170,14 +172,17 @@ def _step(event: StepEvent, tokenizer: Any | None) -> dict[str, Any]:
             "num_rows": w.num_rows,
             "max_draft_tokens": w.max_draft_tokens,
         }
-        if request.num_computed == len(verdict.kept):  # its first step
-            entry |= {"num_prompt_tokens": request.num_prompt_tokens, "sampling": _sampling(w)}
+        # Its first step: behind a found prefix too, and not again when a preempted request is resumed.
+        if w.is_prefill and request.stats.num_prefill_tokens == w.num_rows:
+            entry |= _beginning(w, tokenizer)
         if w.samples:
             entry |= _choice(event, row, w, verdict)
             if tokenizer is not None:
                 entry |= {
+                    "root_text": tokenizer.decode([entry["root_token_id"]]),
                     "draft_texts": [tokenizer.decode([token]) for token in entry["draft_token_ids"]],
                     "emitted_texts": [tokenizer.decode([token]) for token in verdict.tokens],
+                    "top_texts": [tokenizer.decode([token]) for token in entry["top_token_ids"]],
                 }
             row += 1
         requests.append(entry)
@@ -185,11 +190,17 @@ def _step(event: StepEvent, tokenizer: Any | None) -> dict[str, Any]:
     return {"step": event.number, **times, "requests": requests}
 
 
-def _sampling(work: Work) -> dict[str, Any]:
-    params = work.request.sampling
-    values = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")}
-    # The seed that was drawn where none was given.
-    return values | {"seed": work.request.seed, "processors": [type(p).__name__ for p in params.processors]}
+def _beginning(work: Work, tokenizer: Any | None) -> dict[str, Any]:
+    """Return what is said about a request once: its prompt and how its tokens are drawn."""
+    request = work.request
+    params, prompt = request.sampling, request.tokens[: request.num_prompt_tokens]
+    sampling = {name: getattr(params, name) for name in ("temperature", "top_k", "top_p", "min_p")} | {
+        "seed": request.seed,  # the one that was drawn where none was given
+        "seed_given": params.seed is not None,
+        "processors": [type(p).__name__ for p in params.processors],
+    }
+    said = {"num_prompt_tokens": len(prompt), "sampling": sampling, "prompt_token_ids": prompt}
+    return said if tokenizer is None else said | {"prompt_text": tokenizer.decode(prompt)}
 
 
 def _choice(event: StepEvent, row: int, work: Work, verdict: Verdict) -> dict[str, Any]:
@@ -199,7 +210,11 @@ def _choice(event: StepEvent, row: int, work: Work, verdict: Verdict) -> dict[st
     ids, parents = tree.token_ids[row, :size].tolist(), tree.parents[row, :size].tolist()
     path = [] if verdict.path is None else verdict.path.tolist()
     # Each token was chosen after the node of the one before it.
-    best, gaps = top_two(rows.logits(row, [0, *path][: len(verdict.tokens)]))
+    before = [0, *path][: len(verdict.tokens)]
+    best, gaps = top_two(rows.logits(row, before))
+    pairs = list(zip([*parents[1:], *before], [*ids[1:], *verdict.tokens], strict=True))
+    probs = _target_probs(rows, row, pairs)
+    stats = work.request.stats
     return {
         # Its emitted tokens are committed by now; the root is the one before them.
         "root_position": len(work.request.tokens) - len(verdict.tokens) - 1,
@@ -207,9 +222,11 @@ def _choice(event: StepEvent, row: int, work: Work, verdict: Verdict) -> dict[st
         "draft_token_ids": ids[1:],
         "draft_parents": parents[1:],
         "draft_probs": _draft_probs(tree, row, ids, parents),
-        "target_probs": _target_probs(rows, row, ids, parents),
+        "target_probs": probs[: size - 1],
         "accepted": path,
         "emitted": verdict.tokens,
+        "emitted_probs": probs[size - 1 :],
+        "emitted_at_s": stats.emissions[-1][0] - stats.arrival_s if verdict.tokens else None,
         "top_token_ids": best[:, 0].tolist(),
         "top_gaps": gaps.tolist(),
         "finish_reason": verdict.finish_reason,
@@ -228,18 +245,18 @@ def _draft_probs(tree: TokenTree, row: int, ids: list[int], parents: list[int]) 
     return found
 
 
-def _target_probs(rows: StepRows, row: int, ids: list[int], parents: list[int]) -> list[float]:
-    """Return the probability of each draft token after its parent; NaN where no processor has run yet.
+def _target_probs(rows: StepRows, row: int, pairs: list[tuple[int, int]]) -> list[float]:
+    """Return the target's probability of each token after a node, `pairs`; NaN where no processor has run yet.
 
     It is the softmax of what the token is chosen by: of the logits themselves when greedy.
     """
-    nodes = sorted(set(parents[1:]))
+    nodes = sorted({node for node, _ in pairs})
     if not nodes:
         return []
     probs = rows.judged_scores(row, nodes).softmax(dim=-1)
-    where = [nodes.index(parent) for parent in parents[1:]]
-    index = torch.tensor([where, ids[1:]], device=probs.device)
-    found: list[float] = probs[index[0], index[1]].tolist()
+    where = {node: i for i, node in enumerate(nodes)}
+    index = torch.tensor([[where[node], token] for node, token in pairs], device=probs.device)
+    found: list[float] = probs[index[:, 0], index[:, 1]].tolist()
     return found
 
 

@@ -11,10 +11,13 @@ from specdec.cli.bench import serve_command
 from specdec.cli.chat import chat_command
 from specdec.cli.check import check_command
 from specdec.cli.console import output
+from specdec.cli.eval_command import UNTOUCHED, eval_command
 from specdec.cli.export import export_command
 from specdec.cli.generate import generate_command
 from specdec.cli.listing import list_command
 from specdec.cli.plan import plan_command
+from specdec.cli.report_command import report_command
+from specdec.cli.trace_command import trace_command
 from specdec.cli.train import train_command
 
 __all__ = ["app"]
@@ -57,6 +60,9 @@ bench = typer.Typer(help="Put a load on an engine and measure.", epilog=_EXIT_CO
 bench.callback()(lambda: None)  # a group, also while it has one command
 bench.command("serve", epilog=_EXIT_CODES)(serve_command)
 app.add_typer(bench, name="bench")
+app.command("eval", epilog=_EXIT_CODES, context_settings=UNTOUCHED)(eval_command)
+app.command("trace", epilog=_EXIT_CODES)(trace_command)
+app.command("report", epilog=_EXIT_CODES)(report_command)
 app.command("train", epilog=_EXIT_CODES)(train_command)
 app.command("export", epilog=_EXIT_CODES)(export_command)
 app.command("list", epilog=_EXIT_CODES)(list_command)

@@ -66,7 +66,7 @@ def train_methods(incomplete: str) -> list[str]:
 
 def recipes(incomplete: str) -> list[str]:
     """Return the names of training recipes that `incomplete` begins."""
-    files = (entry.name for entry in (resources.files("specdec.configs") / "train").iterdir())
+    files = (entry.name for entry in (resources.files("specdec") / "configs" / "train").iterdir())
     names = sorted(name.removesuffix(".yaml") for name in files if name.endswith(".yaml"))
     return _beginning(incomplete, (name for name in names if name not in TRAIN_METHODS))
 

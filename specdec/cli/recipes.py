@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from specdec.train.run import RunConfig
 
 SETTINGS_PAGE = "docs/train_a_drafter.md"
-_FOLDER = "train"  # of specdec.configs
+_FOLDER = "train"  # of configs/
 _FREE = ("options", "settings")  # whose names depend on the method
 
 
@@ -130,7 +130,7 @@ def _find(recipe: str) -> Any:
 
 
 def _shipped(name: str) -> Any:
-    return resources.files("specdec.configs") / _FOLDER / f"{name}.yaml"
+    return resources.files("specdec") / "configs" / _FOLDER / f"{name}.yaml"
 
 
 def _load(path: Any, method: str) -> DictConfig:

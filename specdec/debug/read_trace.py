@@ -31,10 +31,14 @@ class TracedRun:
 
 @dataclass(slots=True)
 class TraceContents:
-    """All runs of a file in the order they began, and how many lines were not whole: a disk was full."""
+    """All runs of a file in the order they began, and which lines (from 1) were not whole: a disk was full."""
 
     runs: list[TracedRun]
-    num_broken_lines: int
+    broken_lines: list[int]
+
+    @property
+    def num_broken_lines(self) -> int:
+        return len(self.broken_lines)
 
 
 def read_trace(path: str | Path) -> TraceContents:
@@ -45,28 +49,38 @@ def read_trace(path: str | Path) -> TraceContents:
     """
     try:
         lines = Path(path).expanduser().read_text(encoding="utf-8", errors="replace").splitlines()
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero character
         raise InputError(f"the trace {str(path)!r} cannot be read: {error}") from error
     runs: dict[str, TracedRun] = {}
-    num_broken = 0
-    for line in filter(None, lines):
+    broken: list[int] = []
+    for number, line in enumerate(lines, 1):
+        if not line:
+            continue
         entry = _parse(line)
-        kind, run = entry.get("type"), entry.get("run")
+        kind, run = entry.get("type"), str(entry.get("run"))
         if kind == "header":
             if entry.get("format") != FORMAT:
                 raise InputError(f"{str(path)!r} has trace format {entry.get('format')!r}; this release reads {FORMAT}")
-            runs[str(run)] = TracedRun(entry)
-        elif kind == "step" and run in runs:
+            runs[run] = TracedRun(entry)
+        elif kind == "step" and run in runs and _has_requests(entry):
             runs[run].steps.append(entry)
         else:
-            num_broken += 1
-    return TraceContents(list(runs.values()), num_broken)
+            broken.append(number)
+    return TraceContents(list(runs.values()), broken)
+
+
+def _has_requests(step: dict[str, Any]) -> bool:
+    """Whether a step says which requests ran in it."""
+    requests = step.get("requests")
+    return isinstance(requests, list) and all(
+        isinstance(entry, dict) and isinstance(entry.get("request_id"), int) for entry in requests
+    )
 
 
 def _parse(line: str) -> dict[str, Any]:
     """Return a line's object; an empty one if it is none."""
     try:
         entry = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return {}
     return entry if isinstance(entry, dict) else {}

@@ -152,6 +152,23 @@ def find_source(target: str | os.PathLike[str]) -> Source:
     return Source(name, name, None)
 
 
+def gguf_path(target: str | os.PathLike[str]) -> Path | None:
+    """Return the GGUF file that `target` names, or None where it is no file of that kind or not there."""
+    try:
+        return find_source(target).gguf
+    except ModelLoadError:
+        return None
+
+
+def load_tokenizer_of(target: str | os.PathLike[str]) -> PreTrainedTokenizerBase | None:
+    """Return a target's tokenizer without its weights, or None if it has none.
+
+    Raises:
+        ModelLoadError: the target cannot be found or converted.
+    """
+    return find_tokenizer(find_source(target).converted(), trust_remote_code=False)
+
+
 def _is_gguf(path: Path) -> bool:
     if path.suffix.lower() == ".gguf":
         return True

@@ -12,11 +12,9 @@ GROUPS = ("acceptance", "chunked_prefill", "prefix", "serve", "speedup")
 
 @pytest.mark.parametrize("name", GROUPS)
 def test_every_group_counts(name: str) -> None:
-    import specdec.eval.serve  # noqa: F401 - puts the load's defaults where its YAML finds them
-
     settings = [
-        "target.dtype=float64", "engine.max_draft_tokens=7", "+engine.max_batch_size=3", "verifier=typical",
-        "+verifier.options.posterior_alpha=0.7", "drafter=eagle3", "+drafter.options.tree={depth: 2, top_k: 3}",
+        "target.dtype=float64", "engine.max_draft_tokens=7", "engine.max_batch_size=3", "verifier=typical",
+        "verifier.options.posterior_alpha=0.7", "drafter=eagle3", "drafter.options.tree={depth: 2, top_k: 3}",
     ]  # fmt: skip
     with initialize_config_module("specdec.configs", version_base="1.3"):
         found = llm_options(compose(name, settings))

@@ -7,15 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from hydra import compose, initialize_config_module
 from omegaconf import OmegaConf
+from rich.console import Console
 
 from specdec import LLM, ConfigError
-from specdec.eval import kv_error, lossless, rollback, speedup
+from specdec.eval import kv_error, lossless, rollback
+from specdec.eval.point import measure_point
+from specdec.eval.point_view import show_point, show_step_times
 from specdec.eval.prompts import load_texts
 from specdec.eval.ratios import bootstrap_interval
 from specdec.eval.ratios import speedup as ratio_of
+from specdec.eval.summary import summarise
 from specdec.eval.timing import Sample
 from tests.tiny_chat_model import save_tiny_chat_model
 
@@ -74,7 +77,7 @@ def test_prompts_are_spread_over_the_file_and_long_ones_counted(tmp_path: Path) 
     ("text", "message"),
     [
         (None, "is not a file"),
-        ('{"question": "x"}', "neither 'turns' nor 'prompt'"),
+        ('{"other": "x"}', "nothing under 'turns', .*its columns are 'other'"),
         ('{"prompt": "a b c"}', "at most 2"),
     ],
 )
@@ -86,29 +89,42 @@ def test_prompt_files_that_do_not_fit(tmp_path: Path, text: str | None, message:
         load_texts(OmegaConf.create({"texts": None, "path": str(path), "limit": None, "max_words": 2}))
 
 
-def test_speedup_end_to_end(tiny: Path) -> None:
-    overrides = ("drafter=oracle", "max_new_tokens=12", "repeats=2", "step_times=false")
-    result = speedup.measure(config("speedup", tiny, *overrides))
-    assert set(result["variants"]) == {"none", "oracle", "transformers"}
-    assert all(same["equal"] == same["of"] == 4 for same in result["identity"].values())
-    oracle = result["variants"]["oracle"]
+def test_speedup_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ("drafter=oracle", "max_new_tokens=12", "repeats=2", "prompts=builtin", "prompts.limit=2")
+    records = measure_point(config("speedup", tiny, *overrides), tmp_path)
+    summary = summarise(records)
+    assert set(summary["variants"]) == {"none", "control", "oracle", "transformers"}
+    assert all(same["equal"] == same["of"] == 4 for same in summary["identity"].values())
+    oracle = summary["variants"]["oracle"]
     # 11 tokens after prefill's: 5 + 5 + 1, and the last one is never drafted for
     assert oracle["acceptance_length"] == pytest.approx(11 / 3)
     assert oracle["acceptance_rate"] == 1.0
-    assert [(s["variant"], s["over"]) for s in result["speedups"]] == [
+    assert [(s["variant"], s["over"]) for s in summary["speedups"]] == [
+        ("control", "none"),
         ("oracle", "none"),
+        ("transformers", "none"),
+    ]
+    assert [(s["variant"], s["over"]) for s in summary["over_peers"]] == [
         ("none", "transformers"),
         ("oracle", "transformers"),
     ]
-    assert {len(v) for v in result["samples"].values()} == {4}
-    assert result["provenance"]["versions"]["torch"] == torch.__version__
-    json.dumps(result)
-    speedup.show(result)
+    show_point(records, summary, Console())
+    show_step_times(records, Console())
+    shown = capsys.readouterr().out
+    assert "oracle over transformers: decode" in shown
+    assert "t(M)" in shown
 
 
 def test_lossless_end_to_end(tiny: Path) -> None:
     result = lossless.measure(
-        config("lossless", tiny, "drafters=[none,ngram,oracle,random]", "batch_sizes=[1,2]", "max_new_tokens=10")
+        config(
+            "lossless",
+            tiny,
+            "drafters=[none,ngram,oracle,random]",
+            "batch_sizes=[1,2]",
+            "max_new_tokens=10",
+            "sampling.samples=40",
+        )
     )
     assert [c["identical"] for c in result["checks"]] == [2] * 8
     assert lossless.show(result)

@@ -259,7 +259,7 @@ def test_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setenv("SPECDEC_CACHE", str(tmp_path / "cache"))
     words = ["target=path", f"target.name={tiny}", "target.dtype=float64", "drafter=ngram", "prompts.limit=3"]
     words += ["load.rate=200", "load.num_requests=30", "load.max_new_tokens=12", "load.abort_share=0.2"]
-    words += ["+engine.max_batch_size=3", "+engine.kv_memory_bytes=400000", "+engine.prefix_caching=true"]
+    words += ["engine.max_batch_size=3", "engine.kv_memory_bytes=400000", "engine.prefix_caching=true"]
     with initialize_config_module("specdec.configs", version_base="1.3"):
         result = serving.measure(compose("serve", words))
     result = json.loads(json.dumps(result))

@@ -1,0 +1,112 @@
+"""What is wrong with an override: Hydra's and OmegaConf's exceptions as one line that names the setting."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import is_dataclass
+from difflib import get_close_matches
+from types import NoneType
+from typing import Any, get_args, get_type_hints
+
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError, OmegaConfBaseException
+
+from specdec.errors import ConfigError
+
+# Hydra raises a ValueError for an override such as engine=3.
+ERRORS = (HydraException, OmegaConfBaseException, ValueError)
+_OWN = "hydra"  # the part of a config that is Hydra's
+_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "{name: value}"}
+_CHOICES = f"{_OWN}.runtime.choices"
+
+
+def refused(error: Exception, defaults: DictConfig) -> ConfigError:
+    """Return what a user is told about an exception of Hydra's.
+
+    Args:
+        error: one of `ERRORS`.
+        defaults: the config without any override, with Hydra's part.
+    """
+    cause = error.__cause__ if isinstance(error, ConfigCompositionException) else error
+    if isinstance(error, OverrideParseException):
+        return ConfigError(f"{error.override!r} cannot be read ({_first_line(error)}); allowed: name=value")
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
+        group, _, member = str(error.missing_cfg_file).rpartition("/")
+        return ConfigError(f"{group}={member} is not there;{_near(member, error.options)}")
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
+        return _unknown(cause)
+    if isinstance(cause, OmegaConfBaseException) and cause.full_key:
+        return ConfigError(f"{cause.full_key}={_as_yaml(cause.value)}; allowed: {_allowed(cause)}")
+    return ConfigError(_of_text(" ".join(str(cause or error).split()), defaults))
+
+
+def missing(config: DictConfig) -> None:
+    """Raise ConfigError if a setting that must be given has no value."""
+    names = [name for name, has_value in _settings(config) if not has_value]
+    if names:
+        raise ConfigError(f"{' and '.join(names)} must be given: {' '.join(f'{name}=...' for name in names)}")
+
+
+def _unknown(cause: Any) -> ConfigError:
+    """Return the complaint about a setting that does not exist, with the nearest of its group, else of all."""
+    group, _, name = str(cause.full_key).rpartition(".")
+    names = [str(key) for key in cause.parent_node if key != _OWN]
+    before = f"{group}." if group else ""
+    if not get_close_matches(name, names, n=1):
+        root = cause.parent_node._get_root()
+        elsewhere = [dotted for dotted, _ in _settings(root) if dotted.rpartition(".")[2] == name]
+        if elsewhere:
+            return ConfigError(f"there is no setting {cause.full_key!r}; did you mean {' or '.join(elsewhere)}?")
+    return ConfigError(f"there is no setting {cause.full_key!r};{_near(name, names, before)}")
+
+
+def _settings(config: DictConfig, before: str = "") -> Iterator[tuple[str, bool]]:
+    """Yield the dotted name of every setting but Hydra's own, and whether it has a value."""
+    for key, value in config.items_ex(resolve=False):
+        if before or key != _OWN:
+            name, has_value = f"{before}{key}", not OmegaConf.is_missing(config, key)
+            yield name, has_value
+            if has_value and isinstance(value, DictConfig) and not value._is_none() and not value._is_interpolation():
+                yield from _settings(value, f"{name}.")
+
+
+def _near(name: str, names: Iterable[str], before: str = "") -> str:
+    names = sorted(names)
+    close = get_close_matches(name, names, n=1)
+    hint = f" did you mean {before + close[0]!r}?" if close else ""
+    where = f" in {before[:-1]}" if before else ""
+    return f"{hint} available{where}: {', '.join(names) or 'none'}"
+
+
+def _allowed(cause: Any) -> str:
+    """Return the type of a setting in words, or what OmegaConf says of it."""
+    kind = None if cause.parent_node is None else OmegaConf.get_type(cause.parent_node)
+    if kind is None or not is_dataclass(kind) or cause.key not in get_type_hints(kind):
+        return _first_line(cause)
+    hint = get_type_hints(kind)[cause.key]
+    kinds = [k for k in get_args(hint) or (hint,) if k is not NoneType]
+    words = [_KINDS.get(k, getattr(k, "__name__", str(k))) for k in kinds]
+    return " or ".join(words + ["null"] * (NoneType in get_args(hint)))
+
+
+def _of_text(text: str, defaults: DictConfig) -> str:
+    """Return a message of Hydra's that has no exception behind it, in words that help with these commands."""
+    no_group = re.match(r"Could not override '([^']+)'\. No match", text)
+    if no_group:
+        groups = [name for name in OmegaConf.select(defaults, _CHOICES) if not name.startswith(f"{_OWN}/")]
+        return f"this measurement has no group {no_group[1]!r};{_near(no_group[1], groups)}"
+    several = re.match(r"(?:Ambiguous value for argument|Sweep parameters) '(.+?)'", text)
+    if several:
+        name, _, values = several[1].partition("=")
+        return f"{several[1]} is several values: add -m to run each, or write {name}=[{values}] for a list"
+    return text
+
+
+def _as_yaml(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0]

@@ -1,0 +1,1 @@
+"""The metric acceptance_length; see docs/metrics.md."""

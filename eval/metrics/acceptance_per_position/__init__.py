@@ -1,0 +1,1 @@
+"""The metric acceptance_per_position; see docs/metrics.md."""

@@ -1,0 +1,1 @@
+"""The metric acceptance_rate; see docs/metrics.md."""

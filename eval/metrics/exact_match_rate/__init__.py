@@ -1,0 +1,1 @@
+"""The metric exact_match_rate; see docs/metrics.md."""

@@ -1,0 +1,1 @@
+"""The metric first_divergence; see docs/metrics.md."""

@@ -1,0 +1,1 @@
+"""The metric logprob_distance; see docs/metrics.md."""

@@ -1,0 +1,1 @@
+"""The metric sample_distance; see docs/metrics.md."""

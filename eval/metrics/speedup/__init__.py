@@ -1,0 +1,1 @@
+"""The metric speedup; see docs/metrics.md."""

@@ -1,0 +1,79 @@
+"""How many times faster a variant is than a baseline, as a module of the library `evaluate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import datasets
+import evaluate
+
+from specdec.errors import InputError
+from specdec.eval.metrics.columns import check_level, ignore_others
+from specdec.eval.ratios import speedup
+from specdec.eval.timing import Sample
+
+
+class Speedup(evaluate.Metric):
+    """Baseline over variant time per token: the median over prompts of each one's median over its repeats.
+
+    A row is one repeat of one prompt. Which time it is (decode, end to end) is the caller's to say. None without rows;
+    the ends of the interval are None with a single prompt.
+    """
+
+    def _info(self) -> evaluate.MetricInfo:
+        seconds, count = datasets.Value("float64"), datasets.Value("int64")
+        return evaluate.MetricInfo(
+            description="Baseline time over variant time per token, with a bootstrap interval over prompts.",
+            citation="",
+            inputs_description="prompts: which one a row is of; baseline_s, variant_s: times; *_tokens; option level.",
+            features=datasets.Features(
+                {
+                    "prompts": count,
+                    "baseline_s": seconds,
+                    "baseline_tokens": count,
+                    "variant_s": seconds,
+                    "variant_tokens": count,
+                }
+            ),
+        )
+
+    def _compute(
+        self,
+        *,
+        prompts: Any,
+        baseline_s: Any,
+        baseline_tokens: Any,
+        variant_s: Any,
+        variant_tokens: Any,
+        level: float = 0.95,
+        **others: Any,
+    ) -> dict[str, Any]:
+        ignore_others("speedup", others)
+        level = check_level(level)
+        if not prompts:
+            return {"speedup": None, "speedup_low": None, "speedup_high": None, "speedup_per_prompt": []}
+        found = speedup(
+            _samples(prompts, baseline_s, baseline_tokens, "baseline"),
+            _samples(prompts, variant_s, variant_tokens, "variant"),
+            lambda sample: sample.total_s,
+            level,
+        )
+        low, high = (found.low, found.high) if len(found.per_prompt) > 1 else (None, None)
+        return {
+            "speedup": found.median,
+            "speedup_low": low,
+            "speedup_high": high,
+            "speedup_per_prompt": found.per_prompt,
+        }
+
+
+def _samples(prompts: list[int], times: list[float], tokens: list[int], name: str) -> list[Sample]:
+    repeats: dict[int, int] = {}
+    samples = []
+    for row, (prompt, time_s, count) in enumerate(zip(prompts, times, tokens, strict=True)):
+        if not time_s > 0 or count < 1:
+            raise InputError(f"row {row}: {name} made {count} tokens in {time_s} s; allowed: at least 1, above 0")
+        repeat = repeats.get(prompt, 0)
+        repeats[prompt] = repeat + 1
+        samples.append(Sample(prompt, repeat, count, 0.0, 0.0, time_s))
+    return samples

@@ -1,0 +1,93 @@
+"""Hydra's door to `specdec.eval.halving`: it takes sweepers from packages of this name, and no others."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.plugins import Plugins
+from hydra.plugins.sweeper import Sweeper
+from hydra.types import HydraContext, TaskFunction
+from omegaconf import DictConfig
+from rich.console import Console
+from rich.table import Table
+
+from specdec.errors import ConfigError
+from specdec.eval.halving import Job, check_rounds, ranking, survivors
+from specdec.eval.winner import command_of
+
+log = logging.getLogger("specdec")
+
+
+class SuccessiveHalving(Sweeper):
+    """Runs all settings on few prompts, keeps the faster ones, and repeats with more prompts."""
+
+    def __init__(self, grids: Sequence[str], params: dict[str, str], rungs: Sequence[int], keep: float) -> None:
+        check_rounds(rungs, keep)
+        self._grids, self._params, self._rungs, self._keep = list(grids), dict(params), list(rungs), keep
+
+    def setup(self, *, hydra_context: HydraContext, task_function: TaskFunction, config: DictConfig) -> None:
+        self.hydra_context, self.config = hydra_context, config
+        self._launcher = Plugins.instance().instantiate_launcher(
+            hydra_context=hydra_context, task_function=task_function, config=config
+        )
+
+    def sweep(self, arguments: list[str]) -> Any:
+        """Run the rounds and print the command that uses what won."""
+        folder = Path(self.config.hydra.sweep.dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        jobs = self.jobs(arguments)
+        scores: dict[Job, float | None] = {}
+        number, returns = 0, []
+        for round_, limit in enumerate(self._rungs):
+            if round_:
+                jobs = survivors(scores, self._keep)
+            log.info("round %s of %s: %s settings on %s prompts", round_ + 1, len(self._rungs), len(jobs), limit)
+            batch = [[*job, f"prompts.limit={limit}"] for job in jobs]
+            self.validate_batch_is_legal(batch)
+            done = self._launcher.launch(batch, initial_job_idx=number)
+            number += len(batch)
+            returns.append(done)
+            scores = {job: one.return_value for job, one in zip(jobs, done, strict=True)}
+        self._show(scores)
+        return returns
+
+    def jobs(self, arguments: Sequence[str]) -> list[Job]:
+        """Return all settings: every grid's, each with the arguments of the command line.
+
+        Raises:
+            ConfigError: there is nothing to choose from.
+        """
+        parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
+        grids = [shlex.split(grid) for grid in self._grids]
+        if self._params or not grids:
+            grids.append([f"{key}={value}" for key, value in self._params.items()])
+        found: list[Job] = []
+        for words in grids:
+            for job in BasicSweeper.split_arguments(parser.parse_overrides([*words, *arguments]), None)[0]:
+                found.append(tuple(word for word in job if not word.startswith("prompts.limit=")))
+        found = list(dict.fromkeys(found))
+        if len(found) < 2:
+            raise ConfigError("there is one setting only: give hydra.sweeper.grids, or several values to a key")
+        return found
+
+    def _show(self, scores: dict[Job, float | None]) -> None:
+        console = Console()
+        table = Table(title="the last round", box=None, pad_edge=False)
+        table.add_column("settings", overflow="fold")
+        table.add_column("speedup", justify="right")
+        ranked = ranking(scores)
+        for job in ranked:
+            table.add_row(" ".join(job), f"{scores[job]:.2f}x")
+        console.print(table)
+        if not ranked or (scores[ranked[0]] or 0.0) <= 1.0:
+            console.print("nothing is faster than no drafting here: use drafter none", highlight=False)
+            return
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(ranked[0]))
+        console.print("the fastest here:", highlight=False)
+        console.print(command_of(config), highlight=False, soft_wrap=True)

@@ -1,0 +1,47 @@
+"""A point measured in the folder of a Hydra run, with a progress bar; what the user can change ends with status 2."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from transformers.utils import logging as transformers_logging
+
+from specdec.errors import SpecdecError
+from specdec.eval.point import measure_point
+from specdec.eval.records import Records
+from specdec.eval.summary import summarise
+
+
+def quiet_libraries() -> None:
+    """Let our own loggers tell what they do and transformers only its errors."""
+    logging.getLogger("specdec").setLevel(logging.INFO)
+    transformers_logging.set_verbosity_error()  # it warns of the EOS id that is never met, every time
+
+
+def samples_bar(console: Console) -> Progress:
+    """Return a progress display for samples."""
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    return Progress(*columns, console=console, transient=True)
+
+
+def run_point(config: Any, console: Console) -> tuple[Records, dict[str, Any]]:
+    """Measure what a config describes into the run's folder; return the records and their figures."""
+    quiet_libraries()
+    folder = Path(HydraConfig.get().runtime.output_dir)
+    try:
+        with samples_bar(console) as bar:
+            task = bar.add_task("samples", total=None)
+            records = measure_point(
+                config, folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
+            )
+    except SpecdecError as error:
+        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
+        sys.exit(2)
+    console.print(f"written to {folder}", highlight=False)
+    return records, summarise(records)

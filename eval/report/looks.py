@@ -1,0 +1,54 @@
+"""How a variant looks in every figure: one colour, one marker, one label; lossy ones hatched and said to be so."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from specdec.eval.records import BASELINE, CONTROL, VariantInfo
+
+INK, MUTED, LINE, PAGE = "#1b1e23", "#626972", "#d3d7dd", "#fefefe"  # roles; the page puts its own colours there
+# Distinct for the common kinds of colour blindness and 3:1 on a white page; style.css has their partners for a dark
+# one, of the same order. Source of the first four hues: Okabe and Ito 2008, "Color Universal Design".
+SERIES = ("#0072b2", "#d55e00", "#00845f", "#b0508c", "#7d6a00", "#5b4fc4", "#8a3b12", "#2b8aa6")
+_MARKERS = "osD^vPX*p<>h"
+HATCH = "////"
+
+
+class Looks:
+    """Gives each variant its colour and marker, by the order in which the report first meets it."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        drafting = [name for name in dict.fromkeys(names) if name not in (BASELINE, CONTROL)]
+        self._places = {name: place for place, name in enumerate(drafting)}
+
+    def colour(self, name: str) -> str:
+        return MUTED if name not in self._places else SERIES[self._places[name] % len(SERIES)]
+
+    def marker(self, name: str) -> str:
+        return "o" if name not in self._places else _MARKERS[self._places[name] % len(_MARKERS)]
+
+    def bar(self, info: VariantInfo) -> dict[str, Any]:
+        """Return how bars of the variant are drawn."""
+        edge = {"edgecolor": PAGE, "linewidth": 0.5}
+        hatch = {} if info.lossless else {"hatch": HATCH}
+        return {"color": self.colour(info.name), **edge, **hatch}
+
+    def line(self, info: VariantInfo) -> dict[str, Any]:
+        """Return how lines of the variant are drawn: of lossy ones dashed, with hollow markers."""
+        colour = self.colour(info.name)
+        inside = colour if info.lossless else PAGE
+        dashes = "-" if info.lossless else (0, (4, 2))
+        return {
+            "color": colour,
+            "linestyle": dashes,
+            "marker": self.marker(info.name),
+            "markersize": 5,
+            "markerfacecolor": inside,
+            "linewidth": 1.5,
+        }
+
+
+def label(info: VariantInfo) -> str:
+    """Return the name of a variant as every figure and table says it."""
+    return info.name if info.lossless else f"{info.name} (LOSSY)"

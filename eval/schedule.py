@@ -1,0 +1,39 @@
+"""In which order variants run: interleaved, balanced for place and for who ran just before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One variant's run on one batch."""
+
+    repeat: int
+    batch: int
+    place: int
+    variant: str
+
+
+def orders(count: int) -> list[list[int]]:
+    """Return orders of `count` things in which each comes at each place, and directly after each other, equally often.
+
+    An odd count needs twice as many orders. Of one thing there is one order.
+
+    Source: Williams 1949, "Experimental designs balanced for the estimation of residual effects of treatments".
+    """
+    first = [(place + 1) // 2 if place % 2 else (count - place // 2) % count for place in range(count)]
+    square = [[(own + shift) % count for own in first] for shift in range(count)]
+    return square if count % 2 == 0 or count == 1 else square + [row[::-1] for row in square]
+
+
+def turns(variants: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn]:
+    """Yield every variant on every batch, `repeats` times."""
+    found = orders(len(variants))
+    number = 0
+    for repeat in range(repeats):
+        for batch in range(num_batches):
+            for place, own in enumerate(found[number % len(found)]):
+                yield Turn(repeat, batch, place, variants[own])
+            number += 1

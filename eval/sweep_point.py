@@ -1,0 +1,120 @@
+"""One point of a sweep, in whatever process: where it goes, what it is called, and what becomes of it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import OmegaConf
+from rich.console import Console
+
+from specdec.errors import SpecdecError
+from specdec.eval.point import is_finished, measure_point, note_error
+from specdec.eval.point_run import quiet_libraries, samples_bar
+from specdec.eval.records import BASELINE, CONTROL
+from specdec.eval.summary import summarise
+
+log = logging.getLogger("specdec")
+
+# Environment variables, of the process that began the sweep and of its children: what the grid is.
+NUM_POINTS, SWEPT_KEYS = "SPECDEC_SWEEP_POINTS", "SPECDEC_SWEEP_KEYS"
+_NO_PART = ("experiment", "name", "question")  # of a point's name
+_MOST_NAME, _MOST_VALUE, _DIGEST = 100, 24, 8  # characters
+
+
+def run_sweep_point(config: Any) -> float | None:
+    """Measure a point of a sweep into a folder of its own; return its score, None if it failed.
+
+    What fails is written into the folder and the rest of the sweep goes on.
+    """
+    quiet_libraries()
+    settings = HydraConfig.get()
+    overrides = parse_overrides(settings.overrides.task)
+    name = point_name(overrides, os.environ.get(SWEPT_KEYS, "").split())
+    folder = folder_of(Path(settings.runtime.output_dir), name, digest(config))
+    number, total = int(OmegaConf.select(settings, "job.num", default=0)) + 1, os.environ.get(NUM_POINTS, "?")
+    before = is_finished(folder)
+    try:
+        with samples_bar(Console(stderr=True)) as bar:
+            points = bar.add_task("points", total=int(total) if total.isdigit() else None, completed=number - 1)
+            task = bar.add_task(name, total=None)
+            records = measure_point(
+                *(config, folder),
+                name=name,
+                overrides=overrides,
+                progress=lambda done, of: bar.update(task, completed=done, total=of),
+            )
+            bar.update(points, completed=number)
+    except Exception as error:
+        note_error(folder, error)
+        shown = str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
+        log.error("point %s of %s, %s: failed, the others go on: %s", number, total, name, shown)
+        return None
+    score = score_of(summarise(records))
+    log.info("point %s of %s, %s: %s%s", number, total, name, _said(score), ", measured before" if before else "")
+    return score
+
+
+def score_of(summary: dict[str, Any]) -> float | None:
+    """Return the best median speedup of a point's lossless drafting variants; None if there is none."""
+    medians = [
+        s["decode"]["median"]
+        for s in summary["speedups"]
+        if s["decode"] is not None
+        and s["variant"] not in (BASELINE, CONTROL)
+        and summary["variants"][s["variant"]]["kind"] == "engine"
+        and summary["variants"][s["variant"]]["lossless"]
+    ]
+    return max(medians, default=None)
+
+
+def _said(score: float | None) -> str:
+    return "done" if score is None else f"{score:.2f}x"
+
+
+def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
+    """Return what a job's overrides set, as dotted key -> value; Hydra's own keys and deletions left out."""
+    found: dict[str, Any] = {}
+    for word in words:
+        key, sign, value = word.partition("=")
+        key = key.lstrip("+")
+        if sign and not key.startswith(("hydra", "~")):
+            found[key] = OmegaConf.create({"v": None}) if value == "" else _value(value)
+    return found
+
+
+def _value(text: str) -> Any:
+    """Return a value as YAML reads it."""
+    parsed = OmegaConf.to_container(OmegaConf.create(f"v: {text}"))
+    assert isinstance(parsed, dict)
+    return parsed["v"]
+
+
+def folder_of(root: Path, name: str, mark: str) -> Path:
+    """Return a point's folder in a sweep's: the one that ends with its mark, whatever it is called."""
+    found = sorted(path for path in root.glob(f"*-{mark}") if path.is_dir())
+    return found[0] if found else root / f"{name}-{mark}"
+
+
+def point_name(overrides: dict[str, Any], swept: Sequence[str] = ()) -> str:
+    """Return a name for people, of the swept keys if they are known; `digest` keeps two apart that are called alike."""
+    parts = []
+    for key, value in overrides.items():
+        if key not in _NO_PART and (not swept or key in swept):
+            text = Path(str(value)).name if "/" in str(value) else str(value)
+            parts.append(f"{key.rpartition('.')[2]}={text[:_MOST_VALUE]}")
+    return re.sub(r"[^\w.,=+-]+", "_", ",".join(parts))[:_MOST_NAME] or "point"
+
+
+def digest(config: Any) -> str:
+    """Return a few characters that differ between configs that measure different things."""
+    kept = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _NO_PART}
+    text = json.dumps(kept, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]

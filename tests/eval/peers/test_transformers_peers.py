@@ -1,0 +1,149 @@
+"""Peers of transformers, on a tiny random model: their tokens, their counts, and when tokens came."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from specdec import LLM, ConfigError
+from specdec.eval.peers import PEERS, PeerAbsent, PeerAnswer, build_peer
+from specdec.eval.timing import transformers_variant
+from tests.tiny_chat_model import save_tiny_chat_model
+
+PROMPTS = [[5, 9, 30, 9, 5, 9, 30, 9], [40, 41, 42], [7, 7, 7, 7, 7, 90, 91, 92, 93, 94, 95, 96]]
+COUNTS = [17, 9, 12]
+OURS = [name for name in PEERS if name.startswith("transformers")]
+ALONE = ["transformers_assisted", "transformers_prompt_lookup"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_chat_model(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> LLM:
+    llm = LLM(str(folder), dtype="float64")
+    # An EOS token that comes early: every answer has to go on past it.
+    llm.model.generation_config.eos_token_id = generated(llm, PROMPTS[0], 3)[-1]
+    return llm
+
+
+def generated(llm: LLM, prompt: list[int], count: int) -> list[int]:
+    ids = torch.tensor([prompt])
+    out = llm.model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=-1,
+        pad_token_id=0,
+    )
+    return out[0, len(prompt) :].tolist()
+
+
+def build(name: str, llm: LLM, folder: Path, **options: Any) -> Any:
+    settings = {"temperature": 0.0, "seed": None, "num_draft_tokens": 3, "draft_model": str(folder), **options}
+    return build_peer(name, llm, source=str(folder), **settings)
+
+
+def check(answer: PeerAnswer, count: int) -> None:
+    assert len(answer.token_ids) == count
+    assert sum(tokens for _, tokens in answer.emissions) == count
+    times = [at for at, _ in answer.emissions]
+    assert times == sorted(times) and times[0] > 0
+    assert all(tokens >= 1 for _, tokens in answer.emissions)
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_greedy_ids_are_those_of_generate_past_eos_with_equal_counts(name: str, llm: LLM, folder: Path) -> None:
+    peer = build(name, llm, folder)
+    assert peer.info.name == name and peer.info.kind == "peer" and peer.info.lossless
+    try:
+        for prompt, count in zip(PROMPTS, COUNTS, strict=True):
+            (answer,) = peer.run([prompt], [count])
+            check(answer, count)
+            assert answer.token_ids == generated(llm, prompt, count)
+    finally:
+        peer.close()
+    assert llm.is_current  # the engine's model is as it was
+
+
+@pytest.mark.parametrize("name", [name for name in OURS if name not in ALONE])
+def test_each_row_of_a_batch_has_its_own_prompt_and_count(name: str, llm: LLM, folder: Path) -> None:
+    peer = build(name, llm, folder)
+    assert peer.max_batch >= len(PROMPTS)
+    try:
+        answers = peer.run(PROMPTS, COUNTS)
+    finally:
+        peer.close()
+    for answer, prompt, count in zip(answers, PROMPTS, COUNTS, strict=True):
+        check(answer, count)
+        assert answer.token_ids == generated(llm, prompt, count)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_what_transformers_drafts_for_one_prompt_only_says_so(name: str, llm: LLM, folder: Path) -> None:
+    assert build(name, llm, folder).max_batch == 1
+
+
+def test_tokens_of_one_step_come_in_one_emission(llm: LLM, folder: Path) -> None:
+    # The draft model has the target's weights, but does not always trust itself: blocks of up to 3 + 1.
+    peer = build("transformers_assisted", llm, folder)
+    (answer,) = peer.run([PROMPTS[0]], [16])
+    assert max(tokens for _, tokens in answer.emissions) > 1
+    assert max(tokens for _, tokens in answer.emissions) <= 4
+    assert peer.info.max_draft_tokens == 3
+
+
+def test_plain_generate_gives_one_token_at_a_time(llm: LLM, folder: Path) -> None:
+    (answer,) = build("transformers", llm, folder).run([PROMPTS[0]], [5])
+    assert [tokens for _, tokens in answer.emissions] == [1] * 5
+
+
+def test_a_seed_repeats_sampled_answers_and_leaves_torchs_generator_alone(llm: LLM, folder: Path) -> None:
+    peer = build("transformers", llm, folder, temperature=1.0, seed=3)
+    torch.manual_seed(0)
+    expected = torch.rand(1)
+    torch.manual_seed(0)
+    first, second = (peer.run([PROMPTS[0]], [12])[0].token_ids for _ in range(2))
+    assert first == second != generated(llm, PROMPTS[0], 12)
+    assert torch.equal(torch.rand(1), expected)
+
+
+def test_an_engines_draft_model_keeps_its_own_config(llm: LLM, folder: Path) -> None:
+    own = LLM(llm.model, tokenizer=llm.tokenizer, drafter="draft_model", drafter_options={"model": llm.model})
+    before = llm.model.generation_config.num_assistant_tokens
+    build("transformers_assisted", llm, folder)
+    assert own.engine.drafter.model is llm.model
+    assert llm.model.generation_config.num_assistant_tokens == before
+
+
+def test_without_a_draft_model_the_assisted_peer_is_absent(llm: LLM, folder: Path) -> None:
+    with pytest.raises(PeerAbsent, match="no draft model for"):
+        build("transformers_assisted", llm, folder, draft_model=None)
+
+
+def test_a_target_that_transformers_cannot_run_is_absent(
+    llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no such cache")
+
+    monkeypatch.setattr(type(llm.model), "generate", fail)
+    with pytest.raises(PeerAbsent, match=r"does not run this target \(NotImplementedError\): no such cache"):
+        build("transformers", llm, folder)
+
+
+def test_timing_uses_the_same_run(llm: LLM, folder: Path) -> None:
+    sample = transformers_variant(llm.model, 6, 0.0, None)(PROMPTS[1])
+    assert sample.token_ids == generated(llm, PROMPTS[1], 6)
+    assert 0 < sample.ttft_s < sample.ttft_s + sample.decode_s <= sample.total_s
+
+
+def test_unknown_peers_are_refused_with_the_nearest_name(llm: LLM, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="did you mean 'llama_cpp'"):
+        build("lama_cpp", llm, folder)

@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from specdec.eval.report.gather import gather
+from specdec.eval.report.page import MOST_POINTS_DRAWN, write_report
+from specdec.eval.report.tables import headline
+from tests.browser import DESK, PHONE, OpenPage
+from tests.eval.report.made_up import VARIANTS, Made, write_point
+
+TAB, ENTER = "\ue004", "\ue007"
+STYLE = (Path(__file__).resolve().parents[3] / "eval/report/style.css").read_text()
+
+
+@pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
+@pytest.mark.parametrize("width", [PHONE, DESK])
+@pytest.mark.parametrize("name", ["point_page", "sweep_page"])
+def test_it_fits_asks_for_nothing_and_complains_about_nothing(
+    open_page: OpenPage, request: pytest.FixtureRequest, name: str, width: int, dark: bool
+) -> None:
+    path = request.getfixturevalue(name)
+    page = open_page(path, width, dark)
+    page.js("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    assert page.overflow() <= 0
+    assert page.messages() == []
+    assert page.requests() == [path.as_uri()]
+    inside = page.js(
+        "return [...document.querySelectorAll('.scroll')].filter(e => e.scrollWidth > e.clientWidth).length"
+    )
+    assert inside > 0 or width == DESK  # wide tables scroll in their box
+
+
+def test_the_colours_follow_the_scheme_in_text_and_figures(open_page: OpenPage, point_page: Path) -> None:
+    script = """
+        const colour = (where, what) => getComputedStyle(document.querySelector(where))[what];
+        return [colour('body', 'backgroundColor'), colour('body', 'color'), colour('svg text', 'fill')]"""
+    light, dark = (open_page(point_page, DESK, scheme).js(script) for scheme in (False, True))
+    assert light[0] == "rgb(254, 254, 254)"
+    assert dark[0] == "rgb(22, 24, 28)"
+    assert light[1] == light[2] != dark[1] == dark[2]
+
+
+def test_landmarks_headings_tables_and_figures_can_be_read_without_seeing(
+    open_page: OpenPage, sweep_page: Path
+) -> None:
+    page = open_page(sweep_page)
+    for landmark in ("header", "nav[aria-label]", "main#main", "footer"):
+        assert page.js("return document.querySelectorAll(arguments[0]).length", f"body > {landmark}") == 1
+    levels = page.js("return [...document.querySelectorAll('h1, h2, h3, h4')].map(e => Number(e.tagName[1]))")
+    assert levels[0] == 1
+    assert levels.count(1) == 1
+    assert all(after - before <= 1 for before, after in pairwise(levels))
+    ids = page.js("return [...document.querySelectorAll('[id]')].map(e => e.id)")
+    assert len(ids) == len(set(ids))
+    missing = """
+        const all = (what) => [...document.querySelectorAll(what)];
+        const named = (e) => e.getAttribute('aria-labelledby').split(' ').every(i => document.getElementById(i));
+        return {
+            tables: all('table').filter(t => !t.caption || [...t.querySelectorAll('th')].some(h => !h.scope)).length,
+            images: all('figure svg').filter(s => s.getAttribute('role') !== 'img' || !named(s)).length,
+            figures: all('article').filter(a => !a.querySelector('details table')).length,
+            links: all('a[href^="#"]').filter(a => !document.getElementById(a.hash.slice(1))).length,
+            boxes: all('.scroll').filter(e => e.tabIndex !== 0 || !e.getAttribute('aria-label')).length,
+        }"""
+    assert page.js(missing) == dict.fromkeys(("tables", "images", "figures", "links", "boxes"), 0)
+    assert page.js("return document.querySelectorAll('figure svg').length") > 10
+
+
+def test_the_keyboard_skips_to_the_figures_and_sees_where_it_is(open_page: OpenPage, point_page: Path) -> None:
+    page = open_page(point_page, PHONE)
+    page.press(TAB)
+    assert page.js("return document.activeElement.className") == "skip"
+    assert page.js("return document.activeElement.getBoundingClientRect().left") >= 0
+    page.press(ENTER)
+    assert page.js("return document.activeElement.id") == "main"
+    page.press(TAB)
+    assert page.js("return document.activeElement.className") == "scroll"
+    assert page.js("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_links_lead_to_files_beside_the_page(point_page: Path) -> None:
+    links = re.findall(r'href="([^"#:]+)"', point_page.read_text())
+    assert len(links) == len(set(links)) > 20
+    assert all((point_page.parent / link).is_file() for link in links)
+    written = {path.name for path in point_page.parent.iterdir()}
+    assert written == {*links, "index.html"}
+
+
+def test_text_of_records_is_never_markup(tmp_path: Path) -> None:
+    odd = replace(VARIANTS[2], name="<script>alert(1)</script>", note="<img src=x>")
+    made = Made(variants=(VARIANTS[0], odd), question="<i>Why</i> & how?", repeats=1)
+    page = write_report(gather([write_point(tmp_path / "run", made)]), tmp_path / "report").read_text()
+    assert "&lt;i&gt;Why&lt;/i&gt; &amp; how?" in page
+    assert not re.search(r"<(script|img|i)\b", page)
+
+
+def test_the_headline_keeps_rates_of_trees_apart_and_marks_lossy_variants(point_page: Path, tmp_path: Path) -> None:
+    table = headline(gather([write_point(tmp_path / "run")]).points)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert list(rows) == ["none", "control", "ngram", "draft_model", "eagle3", "typical (LOSSY)", "llama_cpp"]
+    assert rows["eagle3"]["acceptance rate"] == rows["ngram"]["rate of tree nodes"] == "-"
+    assert float(rows["eagle3"]["rate of tree nodes"]) > 0
+    assert float(rows["ngram"]["acceptance rate"]) > 0
+    assert rows["typical (LOSSY)"]["output"] == "LOSSY"
+    assert rows["typical (LOSSY)"]["answers equal to none's"] == "0 of 20"
+    assert rows["ngram"]["answers equal to none's"] == "20 of 20"
+    text = point_page.read_text()
+    for expected in ("Does drafting pay", "0123456789ab", "--multirun", "transformers 5.23.0", "openvino", "Q8_0"):
+        assert expected in text
+
+
+def test_a_large_sweep_is_cut_and_the_csv_has_it_all(sweep_page: Path) -> None:
+    assert len(list(sweep_page.parent.glob("speedup-?.png"))) == MOST_POINTS_DRAWN
+    assert f"first {MOST_POINTS_DRAWN} that have them" in sweep_page.read_text()
+    with (sweep_page.parent / "figures.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["point"] for row in rows}) == 8
+    assert len(rows) == 8 * len(VARIANTS)
+
+
+def _contrast(one: str, other: str) -> float:
+    """Return the contrast of two colours. Source: WCAG 2.2, relative luminance."""
+
+    def light(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    a, b = sorted((light(one), light(other)))
+    return (b + 0.05) / (a + 0.05)
+
+
+@pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
+def test_colours_can_be_told_from_the_page(scheme: int) -> None:
+    blocks = re.findall(r":root \{(.*?)\}", STYLE, re.DOTALL)
+    colours = dict(re.findall(r"--([\w-]+): (#\w{6})", blocks[scheme]))
+    for name, colour in colours.items():
+        if name in ("ink", "muted", "link"):
+            assert _contrast(colour, colours["page"]) >= 4.5, name
+        elif name.startswith("series"):
+            assert _contrast(colour, colours["page"]) >= 3, name
+    assert _contrast(colours["ink"], colours["warning"]) >= 4.5

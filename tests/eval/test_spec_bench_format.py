@@ -1,0 +1,110 @@
+"""Answers in Spec-Bench's format: its fields, its counts, its order."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import ConfigError, InputError
+from specdec.eval import spec_bench_format
+from specdec.eval.records import Case, End, Header, Records, RecordWriter, RequestRecord, Sample, VariantInfo
+from specdec.eval.spec_bench_format import write_all, write_answers
+
+CASES = [
+    Case("300", "summarization", 0, 9, 3),
+    Case("95", "mt_bench", 1, 8, 3),
+    Case("95", "mt_bench", 0, 5, 4),
+    Case("poem", "other", 0, 5, 2),
+]
+# emissions and steps of each case's answer
+ANSWERS = [
+    ([[0.1, 1], [0.4, 2]], [[4, 4, 1, 2]]),
+    ([[0.1, 1], [0.2, 1], [0.5, 1]], [[4, 4, 0, 1], [0, 0, 0, 1]]),
+    ([[0.1, 1], [0.6, 3]], [[4, 4, 2, 3]]),
+    ([[0.3, 2]], []),
+]
+
+
+class Words:
+    """A tokenizer whose token 0 is special."""
+
+    def decode(self, ids: list[int], skip_special_tokens: bool) -> str:
+        assert skip_special_tokens
+        return " " + " ".join(f"w{i}" for i in ids if i)
+
+    def save_pretrained(self, folder: Path) -> None:
+        folder.mkdir()
+
+
+def records() -> Records:
+    variants = [VariantInfo("none", "engine"), VariantInfo("ngram", "engine", max_draft_tokens=4)]
+    header = Header("p", "smollm2", "float32", 1, 1, 1, 8, 0.0, None, 2, variants, CASES)
+    samples = []
+    for repeat in range(2):
+        for case, (emissions, steps) in enumerate(ANSWERS):
+            ids = [*range(1, int(CASES[case].num_new_tokens or 0)), 0]
+            slower = [[at * (1 + repeat), tokens] for at, tokens in emissions]
+            request = RequestRecord(case, ids, "length", slower, steps)
+            samples.append(Sample("ngram", case, repeat, 0, 0.0, [request]))
+    return Records(header, None, samples, End(8, 1.0, 0.0))
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+
+
+def test_a_line_per_conversation_with_the_first_repeats_figures(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "ngram.jsonl"
+    assert write_answers(records(), "ngram", path, Words(), "ours") == 3
+    found = lines(path)
+    assert [line["question_id"] for line in found] == [95, 300, "poem"]
+    assert [line["category"] for line in found] == ["roleplay", "summarization", "other"]  # 95 is MT-bench's second ten
+    assert {line["model_id"] for line in found} == {"ours"}
+    assert found[0]["choices"] == [
+        {
+            "index": 0,
+            "turns": ["w1 w2 w3", "w1 w2"],
+            "decoding_steps": [2, 3],
+            "new_tokens": [4, 3],
+            "wall_time": [0.6, 0.5],
+            "accept_lengths": [1, 3, 1, 1, 1],
+        }
+    ]
+    for line in found:
+        choice = line["choices"][0]
+        assert sum(choice["accept_lengths"]) == sum(choice["new_tokens"])
+        assert len(choice["accept_lengths"]) == sum(choice["decoding_steps"])
+        assert {"answer_id", "tstamp"} <= set(line)
+
+
+def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
+    whole = records()
+    with pytest.raises(ConfigError, match="no variant 'suffix'; it has: none, ngram"):
+        write_answers(whole, "suffix", tmp_path / "x", Words(), "x")
+    with pytest.raises(InputError, match=r"none has not answered 4 of 4 prompts \(300 first\)"):
+        write_answers(whole, "none", tmp_path / "x", Words(), "x")
+    batched = replace(whole, header=replace(whole.header, batch_size=4))
+    with pytest.raises(InputError, match="batch_size=4"):
+        write_answers(batched, "ngram", tmp_path / "x", Words(), "x")
+
+
+def test_all_variants_and_the_tokenizer_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_bench_format, "load_tokenizer_of", lambda target: Words())
+    whole = records()
+    header = replace(whole.header, variants=[VariantInfo("a/b c", "engine")])
+    run = tmp_path / "run"
+    run.mkdir()
+    with RecordWriter(run / "records.jsonl") as writer:
+        writer.write(header)
+        for sample in whole.samples:
+            writer.write(replace(sample, variant="a/b c"))
+    with pytest.raises(InputError, match="was not measured to its end"):
+        write_all(run, tmp_path / "out")
+    with RecordWriter(run / "records.jsonl") as writer:
+        writer.write(End(8, 1.0, 0.0))
+    assert write_all(run, tmp_path / "out") == {"a_b_c.jsonl": 3}
+    assert (tmp_path / "out" / "tokenizer").is_dir()
