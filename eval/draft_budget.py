@@ -5,9 +5,7 @@ python -m specdec.eval.draft_budget
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from dataclasses import asdict
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
@@ -17,12 +15,11 @@ from rich.table import Table
 
 from specdec.api import LLM, Completion
 from specdec.errors import ConfigError
+from specdec.eval.batch_run import BatchRun, over
 from specdec.eval.entry import markdown_table, run_and_write
 from specdec.eval.hydra_main import hydra_main
 from specdec.eval.llm_options import llm_options
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample, batch_decode_s
 from specdec.provenance import provenance
 from specdec.stats import total
 
@@ -67,7 +64,7 @@ def measure(config: Any) -> Row:
 def _cell(drafter: str, llms: dict[str, LLM], batch: Sequence[list[int]], config: Any) -> list[Row]:
     """Return a row per policy at one batch size."""
     names = list(llms)
-    samples: dict[str, list[Sample]] = {name: [] for name in names}
+    samples: dict[str, list[BatchRun]] = {name: [] for name in names}
     answers: dict[str, list[Completion]] = {}
     for number in range(-1, config.rounds):  # the first is a warm-up
         turn = number % len(names)
@@ -76,7 +73,7 @@ def _cell(drafter: str, llms: dict[str, LLM], batch: Sequence[list[int]], config
             if number >= 0:
                 samples[name].append(sample)
     plain = samples[NONE] + samples[AGAIN]
-    noise = asdict(speedup(samples[NONE], samples[AGAIN], lambda s: s.decode_s))
+    noise = over(samples[NONE], samples[AGAIN])
     rows = []
     for policy in POLICIES:
         stats = total(done.stats for done in answers[policy])
@@ -85,7 +82,7 @@ def _cell(drafter: str, llms: dict[str, LLM], batch: Sequence[list[int]], config
                 "drafter": drafter,
                 "batch_size": len(batch),
                 "policy": policy,
-                "ratio": asdict(speedup(plain, samples[policy] * 2, lambda s: s.decode_s)),
+                "ratio": over(plain, samples[policy] * 2),
                 "noise": noise,
                 "drafts_per_step": stats.num_draft_tokens / stats.num_steps,
                 "acceptance_rate": stats.acceptance_rate,
@@ -99,13 +96,9 @@ def _cell(drafter: str, llms: dict[str, LLM], batch: Sequence[list[int]], config
     return rows
 
 
-def _run(llm: LLM, batch: Sequence[list[int]], number: int, max_new_tokens: int) -> tuple[Sample, list[Completion]]:
-    """Return one run of a batch; its decode time is from the last request's first token to the last token of all."""
-    start = time.perf_counter()
+def _run(llm: LLM, batch: Sequence[list[int]], number: int, max_new_tokens: int) -> tuple[BatchRun, list[Completion]]:
     done = llm.generate(list(batch), max_new_tokens=max_new_tokens, ignore_eos=True)
-    spent = time.perf_counter() - start
-    decode = batch_decode_s([completion.stats for completion in done])
-    return Sample(number, 0, sum(len(completion.token_ids) for completion in done), 0.0, decode, spent), done
+    return BatchRun.of(number, [completion.stats for completion in done]), done
 
 
 def lines(result: Row) -> list[list[str]]:
@@ -129,7 +122,7 @@ def lines(result: Row) -> list[list[str]]:
 
 
 def _interval(ratio: Row) -> str:
-    return f"{ratio['median']:.2f} [{min(ratio['per_prompt']):.2f}, {max(ratio['per_prompt']):.2f}]"
+    return f"{ratio['median']:.2f} [{min(ratio['per_unit'].values()):.2f}, {max(ratio['per_unit'].values()):.2f}]"
 
 
 def show(result: Row) -> None:

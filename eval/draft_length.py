@@ -14,14 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 
-from specdec.api import LLM
+from specdec.api import LLM, Completion
 from specdec.errors import ConfigError
+from specdec.eval.batch_run import BatchRun, over
 from specdec.eval.draft_length_tables import markdown, show
 from specdec.eval.entry import run_and_write
 from specdec.eval.hydra_main import hydra_main
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample, batch_decode_s, engine_variant, run_rotated
+from specdec.eval.schedule import turns
 from specdec.interfaces import SamplingParams
 from specdec.provenance import provenance
 from specdec.registry import VERIFIERS
@@ -68,15 +68,9 @@ def _run(llm: LLM, prompts: Sequence[list[int]], max_new_tokens: int, seed: int)
     return requests
 
 
-def _sample(llm: LLM, batch: Sequence[list[int]], max_new_tokens: int, number: int) -> Sample:
+def _sample(llm: LLM, batch: Sequence[list[int]], max_new_tokens: int, number: int) -> BatchRun:
     """Return one run of a batch; its decode time ends with the last request's last token."""
-    done = _run(llm, batch, max_new_tokens, seed=1000 * number)
-    spent = batch_decode_s([r.stats for r in done])
-    return Sample(number, 0, sum(len(r.new_tokens) for r in done), 0.0, spent, spent)
-
-
-def _ratio(none: list[Sample], other: list[Sample]) -> dict[str, Any]:
-    return asdict(speedup(none, other, lambda s: s.decode_s))
+    return BatchRun.of(number, [r.stats for r in _run(llm, batch, max_new_tokens, seed=1000 * number)])
 
 
 def sweep(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
@@ -97,13 +91,13 @@ def _cell(bench: _Bench, drafter: str, size: int, rate: float) -> dict[str, Any]
 
     aware, static = bench.llm(drafter, "cost_aware", rule), bench.llm(drafter, "static", rule)
 
-    def run(llm: LLM, number: int) -> Sample:
+    def run(llm: LLM, number: int) -> BatchRun:
         return _sample(llm, batches[number % len(batches)], config.max_new_tokens, number)
 
     first = run(aware, 0)  # of a policy that knows nothing
     # "none" twice: what the machine makes of two equal runs is the noise.
     variants = {"none": bench.none, "cost_aware": aware, "none again": bench.none}
-    samples: dict[str, list[Sample]] = {name: [] for name in variants}
+    samples: dict[str, list[BatchRun]] = {name: [] for name in variants}
     for number in range(config.rounds):
         for name in [*list(variants)[number % 3 :], *list(variants)[: number % 3]]:
             samples[name].append(run(variants[name], number))
@@ -112,10 +106,10 @@ def _cell(bench: _Bench, drafter: str, size: int, rate: float) -> dict[str, Any]
         "drafter": drafter,
         "batch_size": size,
         "rate": rate,
-        "cost_aware": _ratio(samples["none"] + samples["none again"], samples["cost_aware"] * 2),
-        "first": _ratio(plain, [first])["median"],
-        "static": _ratio(plain, [run(static, 0)])["median"],
-        "noise": _ratio(samples["none"], samples["none again"]),
+        "cost_aware": over(samples["none"] + samples["none again"], samples["cost_aware"] * 2),
+        "first": over(plain, [first])["median"],
+        "static": over(plain, [run(static, 0)])["median"],
+        "noise": over(samples["none"], samples["none again"]),
         "none_s": statistics.median(s.decode_s for s in samples["none"]),
     }
 
@@ -171,24 +165,37 @@ def real(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
     """Return the ratios to no drafting of real drafters under the lossless rule, and whether the ids are the same."""
     config = bench.config
     llms = {(d, p): bench.llm(d, p) for d in config.real for p in ("static", "cost_aware")}
-    how = (config.real_tokens, 0.0, None)
-    variants = {"none": engine_variant(bench.none, *how)}
-    variants |= {f"{d} {p}": engine_variant(llm, *how) for (d, p), llm in llms.items()}
-    samples = run_rotated(variants, bench.prompts[: config.real_prompts], config.real_repeats, progress)
-    none = samples["none"]
+    variants = {"none": bench.none} | {f"{d} {p}": llm for (d, p), llm in llms.items()}
+    prompts = bench.prompts[: config.real_prompts]
+    order = list(turns(list(variants), len(prompts), config.real_repeats))
+    bar = progress.add_task("real", total=len(order))
+    done: dict[str, dict[int, Completion]] = {name: {} for name in variants}
+    for llm in variants.values():  # a warm-up
+        llm.generate(prompts[0], max_new_tokens=config.real_tokens, ignore_eos=True)
+    for turn in order:
+        number = turn.repeat * len(prompts) + turn.batch
+        answer = variants[turn.variant].generate(
+            prompts[turn.batch], max_new_tokens=config.real_tokens, ignore_eos=True
+        )
+        done[turn.variant][number] = answer[0]
+        progress.advance(bar)
     rows = []
     for drafter, policy in llms:
-        ours = samples[f"{drafter} {policy}"]
-        stats = [s.stats for s in ours if s.stats is not None]
+        ours = done[f"{drafter} {policy}"]
+        stats = [completion.stats for completion in ours.values()]
         drafted, steps = sum(s.num_draft_tokens for s in stats), sum(s.num_steps for s in stats)
+        none, runs = (
+            [BatchRun.of(number % len(prompts), [c.stats]) for number, c in sorted(of.items())]
+            for of in (done["none"], ours)
+        )
         rows.append(
             {
                 "drafter": drafter,
                 "policy": policy,
-                "ratio": _ratio(none, ours),
+                "ratio": over(none, runs),
                 "draft_tokens_per_step": drafted / steps,
                 "acceptance_rate": sum(s.num_accepted_tokens for s in stats) / drafted if drafted else None,
-                "identical": sum(a.token_ids == b.token_ids for a, b in zip(none, ours, strict=True)),
+                "identical": sum(done["none"][number].token_ids == c.token_ids for number, c in ours.items()),
                 "of": len(ours),
             }
         )

@@ -11,8 +11,8 @@ import torch
 from specdec.api import LLM, random_model
 from specdec.errors import ConfigError, IncompatibleDrafterError, ModelLoadError
 from specdec.eval.gpu_sections import NotHere
+from specdec.eval.peers.hf import transformers_answer
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.timing import transformers_variant
 from specdec.interfaces import Drafter
 
 RANDOM = "random:"
@@ -90,8 +90,8 @@ class Rig:
     def expected(self, dtype: torch.dtype) -> list[list[int]]:
         """Return transformers' greedy answers to the prompts."""
         if dtype not in self._expected:
-            run = transformers_variant(self.of(dtype), self.config.max_new_tokens, 0.0, None)
-            self._expected[dtype] = [run(prompt).token_ids for prompt in self.prompts]
+            model, count = self.of(dtype), self.config.max_new_tokens
+            self._expected[dtype] = [transformers_answer(model, prompt, count) for prompt in self.prompts]
         return self._expected[dtype]
 
     @property

@@ -32,10 +32,10 @@ from specdec.eval.greedy_identity import (
 )
 from specdec.eval.hydra_main import hydra_main
 from specdec.eval.lossless_report import page, show, verdict
+from specdec.eval.peers.hf import transformers_answer
 from specdec.eval.prompts import encode, load_texts
 from specdec.eval.sampling_tests import Drawn, as_row, check_sampling_config, compare, draw
 from specdec.eval.target_law import target_law
-from specdec.eval.timing import transformers_variant
 from specdec.provenance import provenance
 
 __all__ = [
@@ -154,11 +154,10 @@ def _greedy(
     base: LLM, prompts: list[list[int]], drafters: dict[str, Options], config: Any, progress: Progress
 ) -> Iterator[dict[str, Any]]:
     """Yield one row per drafter and batch size."""
-    reference = transformers_variant(base.model, config.max_new_tokens, 0.0, None)
     bar = progress.add_task("transformers", total=len(prompts))
     expected = []
     for prompt in prompts:
-        expected.append(reference(prompt).token_ids)
+        expected.append(transformers_answer(base.model, prompt, config.max_new_tokens))
         progress.advance(bar)
     bar = progress.add_task("drafters", total=len(drafters) * len(config.batch_sizes))
     for name, options in drafters.items():

@@ -1,39 +1,42 @@
-"""Ratios of paired samples: the median over prompts with a bootstrap interval."""
+"""Ratios of paired times: the median over units, which are prompts or batches, with a bootstrap interval."""
 
 from __future__ import annotations
 
 import random
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from specdec.eval.timing import Sample
-
 _T = TypeVar("_T")
+
+Pair = tuple[int, float, float]  # unit, the baseline's seconds per token, the variant's
 
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """A median of per-prompt ratios and its bootstrap interval over prompts."""
+    """A median of ratios by unit and its bootstrap interval over units."""
 
     median: float
     low: float
     high: float
-    per_prompt: list[float]
+    level: float
+    per_unit: dict[int, float]
 
 
-def speedup(
-    baseline: Sequence[Sample], variant: Sequence[Sample], time_of: Callable[[Sample], float], level: float = 0.95
-) -> Ratio:
-    """Return baseline time over variant time per token: each prompt's is the median over its repeats."""
-    pairs: dict[int, list[float]] = {}
-    for a, b in zip(baseline, variant, strict=True):
-        assert (a.prompt, a.repeat) == (b.prompt, b.repeat), "samples are paired by prompt and repeat"
-        pairs.setdefault(a.prompt, []).append((time_of(a) / a.num_tokens) / (time_of(b) / b.num_tokens))
-    per_prompt = [statistics.median(values) for values in pairs.values()]
-    low, high = bootstrap_interval(per_prompt, level)
-    return Ratio(statistics.median(per_prompt), low, high, per_prompt)
+def speedup(pairs: Iterable[Pair], level: float = 0.95) -> Ratio | None:
+    """Return baseline time over variant time per token: each unit's is the median over its pairs, the repeats.
+
+    None without pairs. Of one unit the interval has no width: it says nothing about others.
+    """
+    found: dict[int, list[float]] = {}
+    for unit, baseline_s, variant_s in pairs:
+        found.setdefault(unit, []).append(baseline_s / variant_s)
+    if not found:
+        return None
+    per_unit = {unit: statistics.median(values) for unit, values in sorted(found.items())}
+    low, high = bootstrap_interval(list(per_unit.values()), level)
+    return Ratio(statistics.median(per_unit.values()), low, high, level, per_unit)
 
 
 def bootstrap_interval(values: Sequence[float], level: float = 0.95, rounds: int = 2000) -> tuple[float, float]:

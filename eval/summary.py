@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from statistics import median
 from typing import Any
 
-from specdec.eval.ratios import bootstrap_interval, micro_interval
+from specdec.eval.ratios import micro_interval, speedup
 from specdec.eval.records import BASELINE, CONTROL, Header, Records, RequestRecord, Sample
 from specdec.serving.metrics import percentiles
 from specdec.stats import RequestStats, total
@@ -114,24 +115,14 @@ def _total_s(sample: Sample) -> float:
     return sample.total_s / sample.num_tokens
 
 
-def ratios(baseline: Sequence[Sample], variant: Sequence[Sample], time_of: TimeOf) -> dict[int, float]:
-    """Return, by batch, the median over repeats of the baseline's time per token over the variant's."""
+def _ratio(
+    baseline: Sequence[Sample], variant: Sequence[Sample], time_of: TimeOf, level: float = _LEVEL
+) -> dict[str, Any] | None:
+    """Return the ratio of two variants' times over the batches that both have run; None if there are none."""
     theirs = {(s.batch, s.repeat): time_of(s) for s in baseline}
-    pairs: dict[int, list[float]] = {}
-    for sample in variant:
-        a, b = theirs.get((sample.batch, sample.repeat)), time_of(sample)
-        if a and b:
-            pairs.setdefault(sample.batch, []).append(a / b)
-    return {batch: median(values) for batch, values in sorted(pairs.items())}
-
-
-def _with_interval(by_batch: dict[int, float], level: float = _LEVEL) -> dict[str, Any] | None:
-    """Return the median over batches with its bootstrap interval; None if nothing was paired."""
-    values = list(by_batch.values())
-    if not values:
-        return None
-    low, high = bootstrap_interval(values, level)
-    return {"median": median(values), "low": low, "high": high, "level": level, "per_batch": by_batch}
+    pairs = ((s.batch, theirs.get((s.batch, s.repeat), 0.0), time_of(s)) for s in variant)
+    found = speedup((pair for pair in pairs if pair[1] and pair[2]), level)
+    return None if found is None else asdict(found)
 
 
 def _over(name: str, baseline: str, by_variant: dict[str, list[Sample]]) -> dict[str, Any]:
@@ -139,24 +130,23 @@ def _over(name: str, baseline: str, by_variant: dict[str, list[Sample]]) -> dict
     return {
         "variant": name,
         "over": baseline,
-        "decode": _with_interval(ratios(theirs, samples, _decode_s)),
-        "e2e": _with_interval(ratios(theirs, samples, _total_s)),
+        "decode": _ratio(theirs, samples, _decode_s),
+        "e2e": _ratio(theirs, samples, _total_s),
     }
 
 
 def _speedup(name: str, by_variant: dict[str, list[Sample]]) -> dict[str, Any]:
     baseline = by_variant[BASELINE]
     looping = {s.batch for s in baseline if any(r.cut is not None for r in s.requests)}
-    decode = ratios(baseline, by_variant[name], _decode_s)
-    calm = _with_interval({batch: ratio for batch, ratio in decode.items() if batch not in looping})
-    return _over(name, BASELINE, by_variant) | {"decode_no_loops": calm}
+    calm = [sample for sample in by_variant[name] if sample.batch not in looping]
+    return _over(name, BASELINE, by_variant) | {"decode_no_loops": _ratio(baseline, calm, _decode_s)}
 
 
 def _control(by_variant: dict[str, list[Sample]]) -> dict[str, Any] | None:
     """Return the same engine's ratio to itself: whether 1.0 is in its 99 % interval."""
     if CONTROL not in by_variant or BASELINE not in by_variant:
         return None
-    found = _with_interval(ratios(by_variant[BASELINE], by_variant[CONTROL], _decode_s), _CONTROL_LEVEL)
+    found = _ratio(by_variant[BASELINE], by_variant[CONTROL], _decode_s, _CONTROL_LEVEL)
     return None if found is None else found | {"holds": found["low"] <= 1.0 <= found["high"]}
 
 
@@ -202,7 +192,7 @@ def _part(own: dict[str, tuple[list[RequestRecord], list[Sample]]], name: str) -
         "num_loops": sum(r.cut is not None for r in requests),
         **{key: counted[key] for key in ("acceptance_length", "acceptance_rate", "tree", "cut", "no_loops")},
         "decode_tokens_per_s": sum(s.num_decode_tokens for s in pure) / decode_s if decode_s else None,
-        "speedup": _with_interval(ratios(own[BASELINE][1], pure, _decode_s)) if BASELINE in own else None,
+        "speedup": _ratio(own[BASELINE][1], pure, _decode_s) if BASELINE in own else None,
     }
 
 

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 from specdec import LLM
 from specdec.debug.near_tie import NEAR_TIES
 from specdec.eval.lossless import first_divergence
+from specdec.eval.peers.hf import transformers_answer
 from specdec.eval.prompts import encode, load_texts
-from specdec.eval.timing import transformers_variant
 from specdec.interfaces import FeatureSpec, Segment
 from specdec.models.build import RunnerConfig, runner_for
 from specdec.models.hosted import HostedProgram
@@ -45,8 +45,7 @@ def prompts(smollm2: tuple[Any, Any]) -> list[list[int]]:
 @pytest.fixture(scope="module")
 def answers(smollm2: tuple[Any, Any], prompts: list[list[int]]) -> list[list[int]]:
     """Return what transformers' own greedy generate() says."""
-    reference = transformers_variant(smollm2[0], NUM_NEW, 0.0, None)
-    return [reference(prompt).token_ids for prompt in prompts]
+    return [transformers_answer(smollm2[0], prompt, NUM_NEW) for prompt in prompts]
 
 
 def llm_of(smollm2: tuple[Any, Any], drafter: str, options: dict[str, Any] | None = None, **more: Any) -> LLM:

@@ -73,6 +73,12 @@ class TransformersPeer:
     def close(self) -> None: ...
 
 
+def transformers_answer(model: Any, prompt: Sequence[int], num_new_tokens: int) -> list[int]:
+    """Return transformers' own greedy answer to a prompt, past EOS."""
+    peer = TransformersPeer(VariantInfo("transformers", "peer"), model, 0.0, None)
+    return peer.run([list(prompt)], [num_new_tokens])[0].token_ids
+
+
 class _Clock(BaseStreamer):
     """Notes when transformers hands out tokens, and how many per row."""
 

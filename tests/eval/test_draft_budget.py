@@ -33,7 +33,7 @@ def test_end_to_end(tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert cells == [(d, b, p) for d in ("ngram", "adversary") for b in (1, 3) for p in draft_budget.POLICIES]
     for row in result["rows"]:
         assert row["num_equal"] == row["batch_size"]
-        assert len(row["ratio"]["per_prompt"]) == len(row["seconds"]) == 2
+        assert len(row["ratio"]["per_unit"]) == len(row["seconds"]) == 2
     wrong = {r["policy"]: r for r in result["rows"] if r["drafter"] == "adversary" and r["batch_size"] == 3}
     assert wrong["static"]["acceptance_rate"] == 0
     assert wrong["cost_aware"]["drafts_per_step"] < wrong["static"]["drafts_per_step"]

@@ -39,7 +39,7 @@ def result(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, An
 def test_end_to_end(result: dict[str, Any]) -> None:
     cells = [(c["drafter"], c["batch_size"], c["rate"]) for c in result["sweep"]]
     assert cells == [("random", b, r) for b in (1, 2) for r in (0.0, 1.0)]
-    assert all(len(c["cost_aware"]["per_prompt"]) == 2 for c in result["sweep"])
+    assert all(len(c["cost_aware"]["per_unit"]) == 2 for c in result["sweep"])
     assert [r["drafter"] for r in result["hopeless"]] == ["adversary", "random"]
     assert all(r["last_drafted_at"] <= 32 and r["num_accepted"] == 0 for r in result["hopeless"])
     assert [(r["drafter"], r["policy"]) for r in result["real"]] == [

@@ -13,13 +13,14 @@ from rich.console import Console
 
 from specdec import LLM, ConfigError
 from specdec.eval import kv_error, lossless, rollback
+from specdec.eval.batch_run import BatchRun, over
 from specdec.eval.point import measure_point
 from specdec.eval.point_view import show_point, show_step_times
 from specdec.eval.prompts import load_texts
 from specdec.eval.ratios import bootstrap_interval
 from specdec.eval.ratios import speedup as ratio_of
 from specdec.eval.summary import summarise
-from specdec.eval.timing import Sample
+from specdec.stats import RequestStats
 from tests.tiny_chat_model import save_tiny_chat_model
 
 
@@ -33,29 +34,24 @@ def config(name: str, tiny: Path, *overrides: str) -> Any:
         return compose(name, [f"target.name={tiny}", "target.dtype=float64", "prompts.limit=2", *overrides])
 
 
-def sample(prompt: int, repeat: int, tokens: int, decode_s: float) -> Sample:
-    return Sample(prompt, repeat, tokens, 0.0, decode_s, 2 * decode_s)
-
-
-def test_ratio_is_the_median_over_prompts_of_medians_over_repeats() -> None:
-    # prompt 0: ratios 2, 2, 8 -> 2; prompt 1: 3, 5, 4 -> 4; prompt 2: 1, 1, 1 -> 1; the median of 2, 4, 1 is 2
+def test_ratio_is_the_median_over_units_of_medians_over_repeats() -> None:
+    # unit 0: ratios 2, 2, 8 -> 2; unit 1: 3, 5, 4 -> 4; unit 2: 1, 1, 1 -> 1; the median of 2, 4, 1 is 2
     times = {0: (2.0, 2.0, 8.0), 1: (3.0, 5.0, 4.0), 2: (1.0, 1.0, 1.0)}
-    base = [sample(p, r, 10, t[r]) for r in range(3) for p, t in times.items()]
-    fast = [sample(p, r, 10, 1.0) for r in range(3) for p in times]
-    result = ratio_of(base, fast, lambda s: s.decode_s)
-    assert result.per_prompt == [2.0, 4.0, 1.0]
+    result = ratio_of([(unit, t[repeat], 1.0) for repeat in range(3) for unit, t in times.items()])
+    assert result is not None
+    assert result.per_unit == {0: 2.0, 1: 4.0, 2: 1.0}
     assert result.median == 2.0
     assert result.low <= result.median <= result.high
+    assert ratio_of([]) is None
 
 
-def test_ratio_is_per_token_when_counts_differ() -> None:
-    result = ratio_of([sample(0, 0, 20, 2.0)], [sample(0, 0, 10, 0.5)], lambda s: s.decode_s)
-    assert result.median == pytest.approx(2.0)
-
-
-def test_unpaired_samples_are_refused() -> None:
+def test_batches_that_ran_together_are_paired_by_round_and_counted_per_token() -> None:
+    ran = [[(1.0, 1), (3.0, 2), (5.0, 2)], [(2.0, 1), (4.0, 3)]]
+    run = BatchRun.of(7, [RequestStats(emissions=e) for e in ran])
+    assert run == BatchRun(7, 9, 5.0 - 2.0)
+    assert over([BatchRun(0, 20, 2.0)], [BatchRun(0, 10, 0.5)])["median"] == pytest.approx(2.0)
     with pytest.raises(AssertionError, match="paired"):
-        ratio_of([sample(0, 0, 1, 1.0)], [sample(1, 0, 1, 1.0)], lambda s: s.decode_s)
+        over([BatchRun(0, 1, 1.0)], [BatchRun(1, 1, 1.0)])
 
 
 def test_interval_of_equal_values_is_a_point() -> None:

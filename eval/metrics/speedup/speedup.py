@@ -10,7 +10,6 @@ import evaluate
 from specdec.errors import InputError
 from specdec.eval.metrics.columns import check_level, ignore_others
 from specdec.eval.ratios import speedup
-from specdec.eval.timing import Sample
 
 
 class Speedup(evaluate.Metric):
@@ -52,28 +51,22 @@ class Speedup(evaluate.Metric):
         level = check_level(level)
         if not prompts:
             return {"speedup": None, "speedup_low": None, "speedup_high": None, "speedup_per_prompt": []}
+        theirs = _seconds_per_token(baseline_s, baseline_tokens, "baseline")
         found = speedup(
-            _samples(prompts, baseline_s, baseline_tokens, "baseline"),
-            _samples(prompts, variant_s, variant_tokens, "variant"),
-            lambda sample: sample.total_s,
-            level,
+            zip(prompts, theirs, _seconds_per_token(variant_s, variant_tokens, "variant"), strict=True), level
         )
-        low, high = (found.low, found.high) if len(found.per_prompt) > 1 else (None, None)
+        assert found is not None, "there are rows"
+        low, high = (found.low, found.high) if len(found.per_unit) > 1 else (None, None)
         return {
             "speedup": found.median,
             "speedup_low": low,
             "speedup_high": high,
-            "speedup_per_prompt": found.per_prompt,
+            "speedup_per_prompt": [found.per_unit[prompt] for prompt in dict.fromkeys(prompts)],
         }
 
 
-def _samples(prompts: list[int], times: list[float], tokens: list[int], name: str) -> list[Sample]:
-    repeats: dict[int, int] = {}
-    samples = []
-    for row, (prompt, time_s, count) in enumerate(zip(prompts, times, tokens, strict=True)):
+def _seconds_per_token(times: list[float], tokens: list[int], name: str) -> list[float]:
+    for row, (time_s, count) in enumerate(zip(times, tokens, strict=True)):
         if not time_s > 0 or count < 1:
             raise InputError(f"row {row}: {name} made {count} tokens in {time_s} s; allowed: at least 1, above 0")
-        repeat = repeats.get(prompt, 0)
-        repeats[prompt] = repeat + 1
-        samples.append(Sample(prompt, repeat, count, 0.0, 0.0, time_s))
-    return samples
+    return [time_s / count for time_s, count in zip(times, tokens, strict=True)]
