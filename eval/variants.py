@@ -84,7 +84,11 @@ class EngineVariant:
         return records
 
     def reset(self) -> None:
-        self.llm.engine.drafter.reset()
+        engine = self.llm.engine
+        engine.drafter.reset()
+        for cache in (engine.target.cache, getattr(engine.drafter, "own_cache", None)):
+            if cache is not None:
+                cache.forget_prefixes()
 
     def close(self) -> None: ...
 

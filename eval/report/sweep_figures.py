@@ -16,6 +16,7 @@ from specdec.eval.report.time_figures import log_axis
 
 _ALWAYS = ("target", "dtype", "batch_size", "temperature")  # differ between runs without a sweep, too
 MOST_PANELS = 8
+_LINES = "drafter"  # its values are lines of their own in any case, by their variants' names
 _RUN = "run"  # what tells points apart that are equal in everything else
 
 
@@ -38,7 +39,7 @@ def sweeps(points: Sequence[Point], looks: Looks) -> list[Picture]:
     for key in differing:
         own = [point for point in points if _is_number(point.setting(key))]
         if len({point.setting(key) for point in own}) > 1:
-            picture = _sweep(key, [other for other in differing if other != key], own, looks)
+            picture = _sweep(key, [other for other in differing if other not in (key, _LINES)], own, looks)
             if picture is not None:
                 found.append(picture)
     return found
@@ -100,7 +101,7 @@ def _sweep(key: str, others: Sequence[str], points: Sequence[Point], looks: Look
 
 
 def _groups(key: str, others: Sequence[str], points: Sequence[Point]) -> dict[str, list[Point]]:
-    """Return the points by their other settings, as text; by run too where two would stand at one place."""
+    """Return the points by their other settings, as text; by run too where two of a line would stand at one place."""
 
     def name(point: Point, with_run: bool) -> str:
         parts = [f"{other}={_text(point.setting(other))}" for other in others]
@@ -110,13 +111,18 @@ def _groups(key: str, others: Sequence[str], points: Sequence[Point]) -> dict[st
         groups: dict[str, list[Point]] = {}
         for point in points:
             groups.setdefault(name(point, with_run), []).append(point)
-        if all(len({p.setting(key) for p in own}) == len(own) for own in groups.values()):
+        places = [[(p.setting(key), i.name) for p in own for i in _drawn(p)] for own in groups.values()]
+        if all(len(set(own)) == len(own) for own in places):
             break
     return groups
 
 
+def _drawn(point: Point) -> list[VariantInfo]:
+    return [info for info in point.variants if info.name not in (BASELINE, CONTROL)]
+
+
 def _curves(key: str, points: Sequence[Point]) -> list[_Curve]:
-    infos = {info.name: info for point in points for info in point.variants if info.name not in (BASELINE, CONTROL)}
+    infos = {info.name: info for point in points for info in _drawn(point)}
     ordered = sorted(points, key=lambda point: point.setting(key))
     curves = [
         _Curve(info, [(p.setting(key), p) for p in ordered if any(i.name == info.name for i in p.variants)])

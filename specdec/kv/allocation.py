@@ -155,6 +155,11 @@ class Allocation:
             self.index.forget(block)
             self.pool.discard(block)
 
+    def forget_prefixes(self) -> None:
+        """Forget every block that is only kept to be found again."""
+        with self._changing():
+            self._evict(self.pool.num_parked)
+
     def trim(self, request_id: int) -> None:
         """Give back the blocks behind the committed tokens."""
         table = self.tables[request_id]

@@ -239,6 +239,10 @@ class KVCache:
             assert len(token_ids) >= self._sequences[request_id].context_len, "committed tokens are missing"
             self._allocation.publish(request_id, token_ids)
 
+    def forget_prefixes(self) -> None:
+        """Drop what is kept of requests that are gone: the next one that begins alike is computed anew."""
+        self._allocation.forget_prefixes()
+
     def store_features(self, request_id: int, start: int, rows: Tensor) -> None:
         """Keep hidden states [m, F] of committed positions from `start` on, for requests that begin alike."""
         table = self._sequences[request_id]

@@ -11,7 +11,7 @@ import pytest
 from filelock import FileLock
 
 from specdec import ConfigError, InputError, SpecdecError
-from specdec.eval import runner
+from specdec.eval import runner, variants
 from specdec.eval.point import is_finished, measure_point, note_error
 from specdec.eval.records import RecordWriter, Sample, read_records
 from specdec.eval.summary import summarise
@@ -159,6 +159,23 @@ def test_drafters_forget_between_repeats(known: Path, tmp_path: Path) -> None:
         (s.batch, s.repeat): [r.steps for r in s.requests] for s in records.of("suffix")
     }
     assert all(steps[batch, 0] == steps[batch, 1] for batch in range(3))
+
+
+def test_prefixes_are_forgotten_between_repeats(known: Path, tmp_path: Path) -> None:
+    settings = ["engine.prefix_caching=true", "context_tokens=64", "repeats=2", "max_new_tokens=4", "prompts.limit=1"]
+    llms = []
+    with pytest.MonkeyPatch.context() as patch:
+        run = variants.EngineVariant.run
+
+        def counted(self: Any, *arguments: Any) -> Any:
+            before = self.llm.engine.stats.num_cached_tokens
+            found = run(self, *arguments)
+            llms.append(self.llm.engine.stats.num_cached_tokens - before)
+            return found
+
+        patch.setattr(variants.EngineVariant, "run", counted)
+        measure_point(config_for("acceptance", known, *settings), tmp_path)
+    assert llms == [0] * 6  # two warm-ups, two repeats of two variants
 
 
 def test_the_oracles_rate_is_measured(known: Path, tmp_path: Path) -> None:

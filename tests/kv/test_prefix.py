@@ -191,6 +191,18 @@ def test_without_a_limit_what_nobody_holds_is_bounded(monkeypatch: pytest.Monkey
     assert shared.both(9, [7, *TEXT[1:9]]) == 8
 
 
+def test_what_nobody_holds_can_be_forgotten() -> None:
+    shared = Shared()
+    for request_id, tokens in ((1, [*range(9)]), (2, [*range(20, 29)])):
+        shared.begin(request_id, tokens)
+        shared.run(request_id, tokens)
+    shared.cache.release(1)
+    shared.cache.forget_prefixes()
+    assert shared.begin(3, [*range(9)]) == 0
+    assert shared.begin(4, [*range(20, 29)]) == 8  # a running request's blocks stay
+    shared.holds(2, [*range(20, 29)])
+
+
 def test_off_by_default() -> None:
     cache = KVCache(block_tokens=SIZE)
     assert not cache.prefix_caching
