@@ -13,8 +13,11 @@ from omegaconf import MISSING as NEEDED
 from omegaconf import OmegaConf
 
 from specdec.engine_config import EngineConfig
+from specdec.eval.comparison import ComparisonConfig
 from specdec.eval.conversations import PromptsConfig
 from specdec.eval.load import LoadConfig
+from specdec.eval.lossless_config import LosslessConfig
+from specdec.eval.quality_config import QualityConfig
 from specdec.models.build import RunnerConfig
 
 FOLDER = "schema"  # of Hydra's groups: the schemas are members of it
@@ -50,7 +53,8 @@ def schema_of(name: str, *configs: type) -> Any:
         for f in fields(config):
             default = field(default_factory=f.default_factory) if f.default_factory is not MISSING else f.default
             made.append((f.name, kinds[f.name], default))
-    return make_dataclass(name, made, namespace={"__module__": __name__})  # else it cannot be pickled
+    # Without the module it cannot be pickled; SOURCES check the ranges, before anything runs.
+    return make_dataclass(name, made, namespace={"__module__": __name__, "SOURCES": configs})
 
 
 EngineSchema = schema_of("EngineSchema", EngineConfig, RunnerConfig)
@@ -64,6 +68,11 @@ SCHEMAS: dict[str, Any] = {
     "load": LoadSchema,
     "prompts": PromptsSchema,
 }
+ComparisonSchema = schema_of("ComparisonSchema", ComparisonConfig)
+LosslessSchema = schema_of("LosslessSchema", LosslessConfig)
+QualitySchema = schema_of("QualitySchema", QualityConfig)
+# Of what stands at the top of a measurement's own file; groups and what other files add come beside it.
+MAINS: dict[str, Any] = {"comparison": ComparisonSchema, "lossless": LosslessSchema, "quality": QualitySchema}
 
 
 def register() -> None:
@@ -73,12 +82,14 @@ def register() -> None:
     choose and are checked by who reads them.
     """
     store = ConfigStore.instance()
-    for group, schema in SCHEMAS.items():
+    for name, schema in {**SCHEMAS, **MAINS}.items():
         node = OmegaConf.structured(schema)
-        for name in node:
-            if not OmegaConf.is_missing(node, name) and OmegaConf.is_dict(node[name]):
-                OmegaConf.set_struct(node[name], False)
-        store.store(group=FOLDER, name=group, node=node)
+        for key in node:
+            if not OmegaConf.is_missing(node, key) and OmegaConf.get_type(node, key) is dict:
+                OmegaConf.set_struct(node[key], False)
+        if name in MAINS:
+            OmegaConf.set_struct(node, False)  # while files are put together; Hydra closes the whole
+        store.store(group=FOLDER, name=name, node=node)
 
 
 register()

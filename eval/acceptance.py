@@ -14,13 +14,14 @@ from typing import Any
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specdec.debug.near_tie import near_tie_limit
 from specdec.eval.cases import make_cases
 from specdec.eval.hydra_main import hydra_main
 from specdec.eval.lossless import first_divergence
 from specdec.eval.point_run import run_point
-from specdec.eval.point_view import number, show_left_out
+from specdec.eval.point_view import number, say, show_left_out
 from specdec.eval.records import BASELINE, Records
 from specdec.eval.target import load_target
 
@@ -47,13 +48,13 @@ def _show_variant(name: str, records: Records, summary: dict[str, Any]) -> None:
     info = next(info for info in header.variants if info.name == name)
     how = "greedy" if header.temperature == 0 else f"temperature {header.temperature}"
     lossy = "" if info.lossless else " (LOSSY verifier)"
-    table = Table(title=f"{name}, {info.max_draft_tokens} draft tokens, {how}, {info.verifier}{lossy}")
+    table = Table(title=Text(f"{name}, {info.max_draft_tokens} draft tokens, {how}, {info.verifier}{lossy}"))
     for column in ("", "loops", "cut", "95 %", "all", "no loops", "node rate" if whole["tree"] else "rate"):
         table.add_column(column, justify="right" if column else "left")
     parts = {category: own[name] for category, own in summary["categories"].items() if name in own}
     for category, part in [*parts.items(), ("total", whole)]:
         table.add_row(
-            category,
+            Text(category),
             f"{part['num_loops']} of {part['num_answers']}",
             number(part["cut"]["acceptance_length"], ".3f"),
             _interval(part["cut"]),
@@ -91,9 +92,7 @@ def _check(config: Any, records: Records, summary: dict[str, Any]) -> bool:
         same = summary["identity"].get(info.name)
         if info.name == BASELINE or same is None:
             continue
-        console.print(
-            f"{same['equal']} of {same['of']} answers of {info.name} have the undrafted run's ids", highlight=False
-        )
+        say(console, f"{same['equal']} of {same['of']} answers of {info.name} have the undrafted run's ids")
         if same["parted"] and info.kind == "engine":
             good &= _near_ties_only(config, records, info.name, same["parted"]) or not info.lossless
     return good
@@ -117,11 +116,8 @@ def _near_ties_only(config: Any, records: Records, name: str, parted: list[dict[
         )
         is_near_tie = found is not None and found.is_near_tie
         gap = "-" if found is None else f"{found.gap:.1e}"
-        console.print(
-            f"prompt {records.header.cases[d['case']].name} at token {d['position']}: "
-            f"{'a near-tie' if is_near_tie else 'DIFFERENT'}, gap {gap}",
-            highlight=False,
-        )
+        what = "a near-tie" if is_near_tie else "DIFFERENT"
+        say(console, f"prompt {records.header.cases[d['case']].name} at token {d['position']}: {what}, gap {gap}")
         only_near_ties &= is_near_tie
     return only_near_ties
 

@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import is_dataclass
 from difflib import get_close_matches
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
@@ -18,7 +18,14 @@ from specdec.errors import ConfigError
 # Hydra raises a ValueError for an override such as engine=3.
 ERRORS = (HydraException, OmegaConfBaseException, ValueError)
 _OWN = "hydra"  # the part of a config that is Hydra's
-_KINDS = {bool: "true or false", int: "an integer", float: "a number", str: "a text", dict: "{name: value}"}
+KINDS = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a text",
+    list: "a list such as [a,b]",
+    dict: "{name: value}",
+}
 _CHOICES = f"{_OWN}.runtime.choices"
 
 
@@ -36,7 +43,7 @@ def refused(error: Exception, defaults: DictConfig) -> ConfigError:
         group, _, member = str(error.missing_cfg_file).rpartition("/")
         return ConfigError(f"{group}={member} is not there;{_near(member, error.options)}")
     if isinstance(cause, ConfigKeyError | ConfigAttributeError) and cause.full_key:
-        return _unknown(cause)
+        return unknown_setting(str(cause.full_key), cause.parent_node)
     if isinstance(cause, OmegaConfBaseException) and cause.full_key:
         return ConfigError(f"{cause.full_key}={_as_yaml(cause.value)}; allowed: {_allowed(cause)}")
     return ConfigError(_of_text(" ".join(str(cause or error).split()), defaults))
@@ -49,17 +56,29 @@ def missing(config: DictConfig) -> None:
         raise ConfigError(f"{' and '.join(names)} must be given: {' '.join(f'{name}=...' for name in names)}")
 
 
-def _unknown(cause: Any) -> ConfigError:
-    """Return the complaint about a setting that does not exist, with the nearest of its group, else of all."""
-    group, _, name = str(cause.full_key).rpartition(".")
-    names = [str(key) for key in cause.parent_node if key != _OWN]
-    before = f"{group}." if group else ""
+def unknown_setting(key: str, group: Any) -> ConfigError:
+    """Return the complaint about a setting that does not exist, with the nearest of its group, else of all.
+
+    Args:
+        key: dotted.
+        group: the part of the config that it would stand in.
+    """
+    before, _, name = key.rpartition(".")
+    names = [str(name) for name in group if name != _OWN]
     if not get_close_matches(name, names, n=1):
-        root = cause.parent_node._get_root()
-        elsewhere = [dotted for dotted, _ in _settings(root) if dotted.rpartition(".")[2] == name]
+        elsewhere = [dotted for dotted, _ in _settings(group._get_root()) if dotted.rpartition(".")[2] == name]
         if elsewhere:
-            return ConfigError(f"there is no setting {cause.full_key!r}; did you mean {' or '.join(elsewhere)}?")
-    return ConfigError(f"there is no setting {cause.full_key!r};{_near(name, names, before)}")
+            return ConfigError(f"there is no setting {key!r}; did you mean {' or '.join(elsewhere)}?")
+    return ConfigError(f"there is no setting {key!r};{_near(name, names, f'{before}.' if before else '')}")
+
+
+def not_removable(key: str, config: DictConfig) -> ConfigError:
+    """Return the complaint about an override `~key` of a setting that must be there, or that is not."""
+    group, _, name = key.rpartition(".")
+    node = OmegaConf.select(config, group) if group else config
+    if name not in node:
+        return unknown_setting(key, node)
+    return ConfigError(f"~{key}: a setting cannot be taken away; give it another value: {key}=...")
 
 
 def _settings(config: DictConfig, before: str = "") -> Iterator[tuple[str, bool]]:
@@ -86,9 +105,10 @@ def _allowed(cause: Any) -> str:
     if kind is None or not is_dataclass(kind) or cause.key not in get_type_hints(kind):
         return _first_line(cause)
     hint = get_type_hints(kind)[cause.key]
-    kinds = [k for k in get_args(hint) or (hint,) if k is not NoneType]
-    words = [_KINDS.get(k, getattr(k, "__name__", str(k))) for k in kinds]
-    return " or ".join(words + ["null"] * (NoneType in get_args(hint)))
+    either = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
+    kinds = [get_origin(k) or k for k in either if k is not NoneType]
+    words = [KINDS.get(k, getattr(k, "__name__", str(k))) for k in kinds]
+    return " or ".join(words + ["null"] * (NoneType in either))
 
 
 def _of_text(text: str, defaults: DictConfig) -> str:

@@ -15,15 +15,15 @@ class BatchRun:
     """A run, and the number of its round: runs of one number are compared with each other."""
 
     number: int
-    num_tokens: int
-    decode_s: float  # from when all requests have a first token to the last token of all
+    num_tokens: int  # that decoding gave
+    decode_s: float  # of the whole run, all but prefill: some requests decode while others' prompts are computed
 
     @classmethod
     def of(cls, number: int, stats: Sequence[RequestStats]) -> BatchRun:
         """Return the run that these requests made together."""
-        emissions = [own.emissions for own in stats]
-        spent = max(e[-1][0] for e in emissions) - max(e[0][0] for e in emissions)
-        return cls(number, sum(count for e in emissions for _, count in e), spent)
+        begin = min(own.emissions[0][0] - (own.ttft_s or 0.0) for own in stats)
+        spent = max(own.emissions[-1][0] for own in stats) - begin - sum(own.prefill_s for own in stats)
+        return cls(number, sum(own.num_emitted_tokens for own in stats), spent)
 
 
 def over(baseline: Sequence[BatchRun], variant: Sequence[BatchRun]) -> dict[str, Any]:

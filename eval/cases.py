@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,16 +12,16 @@ from typing import Any
 import torch
 
 from specdec.api import LLM
-from specdec.errors import ConfigError, InputError
+from specdec.errors import ConfigError
 from specdec.eval.conversations import Conversation, load_conversations
-from specdec.eval.prompts import long_prompt, stratify
+from specdec.eval.prompt_fit import LEAST_NEW_TOKENS, Message, encode_messages, too_long
+from specdec.eval.prompts import stratify
 from specdec.eval.records import Case, LeftOut
 
 _BATCH = 16  # conversations that are answered at once while cases are made; not timed
-_LEAST_TOKENS = 2  # of an answer, or there is nothing to time: the first is prefill's
 _SEED = 0  # where the config has none: the same cases again when a point is resumed
 
-Message = dict[str, str]
+_DIGEST = 12  # characters
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +66,8 @@ def make_cases(llm: LLM, config: Any) -> Cases:
     for conversation in conversations:
         system = [] if conversation.system is None else [{"role": "system", "content": conversation.system}]
         talk = _Talk(conversation, [*system, {"role": "user", "content": conversation.turns[0]}], [])
-        talk.ids = _encode(llm, talk.messages, config.prompts.chat)
-        reason = _too_long(llm, talk, config)
+        talk.ids = encode_messages(llm, talk.messages, config.prompts.chat)
+        reason = too_long(llm, talk.messages[-1]["content"], talk.ids, config.prompts)
         if reason is None:
             talks.append(talk)
         else:
@@ -75,24 +78,58 @@ def make_cases(llm: LLM, config: Any) -> Cases:
             if left_out
             else "the prompt set is empty"
         )
-    talks = [talks[i] for i in stratify([t.source.category for t in talks], config.prompts.limit)]
+    pool = [talk.ids for talk in talks]
+    chosen = stratify([t.source.category for t in talks], config.prompts.limit)
+    talks = [talks[i] for i in chosen]
     if config.context_tokens is not None:
-        _fill(llm, talks, config.context_tokens)
+        talks = _fill(llm, talks, chosen, pool, config.context_tokens, left_out)
     return _run_turns(llm, talks, left_out, config)
 
 
-def _fill(llm: LLM, talks: Sequence[_Talk], num_tokens: int) -> None:
+def _fill(
+    llm: LLM,
+    talks: Sequence[_Talk],
+    places: Sequence[int],
+    pool: Sequence[list[int]],
+    num_tokens: int,
+    left_out: list[LeftOut],
+) -> list[_Talk]:
     """Put other prompts of the set before each, up to `num_tokens`: a long context without a long prompt set.
 
+    No prompt comes twice in a context: repetition would be what grows with its length.
+
+    Args:
+        llm: the target.
+        talks: to be lengthened; longer ones are left out.
+        places: of the talks in the pool.
+        pool: all prompts of the set.
+        num_tokens: of a prompt then.
+        left_out: gets what is longer already.
+
     Raises:
-        ConfigError: the target does not take so many.
+        ConfigError: the target does not take so many, or the set has not that many.
     """
     most = llm.engine.target.max_positions
-    if num_tokens < 1 or (most is not None and num_tokens + _LEAST_TOKENS > most):
-        raise ConfigError(f"context_tokens={num_tokens}; allowed: 1 to {most and most - _LEAST_TOKENS}")
-    own = [talk.ids for talk in talks]
-    for i, talk in enumerate(talks):
-        talk.ids = [*long_prompt(own, max(0, num_tokens - len(talk.ids)), i + 1), *talk.ids]
+    if num_tokens < 1 or (most is not None and num_tokens + LEAST_NEW_TOKENS > most):
+        raise ConfigError(f"context_tokens={num_tokens}; allowed: 1 to {most and most - LEAST_NEW_TOKENS}")
+    found = []
+    for talk, place in zip(talks, places, strict=True):
+        missing = num_tokens - len(talk.ids)
+        others = [*pool[place + 1 :], *pool[:place]]
+        if missing < 0:
+            reason = f"{len(talk.ids)} tokens, context_tokens={num_tokens}"
+            left_out.append(LeftOut(talk.source.name, talk.source.category, reason, len(talk.ids)))
+        elif missing > sum(map(len, others)):
+            raise ConfigError(
+                f"context_tokens={num_tokens}, but the other prompts of the set have {sum(map(len, others))} tokens; "
+                "give a larger set, or fewer"
+            )
+        else:
+            talk.ids = [*itertools.chain.from_iterable(others)][:missing] + talk.ids
+            found.append(talk)
+    if not found:
+        raise ConfigError(f"every prompt is longer than context_tokens={num_tokens}")
+    return found
 
 
 def _run_turns(llm: LLM, talks: list[_Talk], left_out: list[LeftOut], config: Any) -> Cases:
@@ -105,7 +142,7 @@ def _run_turns(llm: LLM, talks: list[_Talk], left_out: list[LeftOut], config: An
         answers = dict(zip(map(id, needed), _answers(llm, needed, config), strict=True))
         for talk in talks:
             count = len(answers[id(talk)]) if id(talk) in answers else None
-            case = Case(talk.source.name, talk.source.category, turn, len(talk.ids), count)
+            case = Case(talk.source.name, talk.source.category, turn, len(talk.ids), count, _digest(talk.ids))
             found.append((order[id(talk)], turn, case, talk.ids))
         turn += 1
         talks = [t for t in more if _go_on(llm, t, answers[id(t)], turn, left_out, config)]
@@ -113,13 +150,17 @@ def _run_turns(llm: LLM, talks: list[_Talk], left_out: list[LeftOut], config: An
     return Cases([case for _, _, case, _ in found], [ids for *_, ids in found], left_out)
 
 
+def _digest(ids: Sequence[int]) -> str:
+    return hashlib.sha256(array("q", ids).tobytes()).hexdigest()[:_DIGEST]
+
+
 def _go_on(llm: LLM, talk: _Talk, answer: list[int], turn: int, left_out: list[LeftOut], config: Any) -> bool:
     """Append an answer and the next turn to a conversation; tell whether it still fits."""
     assert llm.tokenizer is not None, "the first turn was encoded with it"
     text = llm.tokenizer.decode(answer, skip_special_tokens=True)
     talk.messages += [{"role": "assistant", "content": text}, {"role": "user", "content": talk.source.turns[turn]}]
-    talk.ids = _encode(llm, talk.messages, config.prompts.chat)
-    reason = _too_long(llm, talk, config)
+    talk.ids = encode_messages(llm, talk.messages, config.prompts.chat)
+    reason = too_long(llm, talk.messages[-1]["content"], talk.ids, config.prompts)
     if reason is not None:
         left_out.append(LeftOut(talk.source.name, talk.source.category, f"turn {turn}: {reason}", len(talk.ids)))
     return reason is None
@@ -135,27 +176,3 @@ def _answers(llm: LLM, talks: Sequence[_Talk], config: Any) -> list[list[int]]:
             options = {"temperature": config.temperature, "seed": config.seed, "ignore_eos": config.ignore_eos}
             found += [done.token_ids for done in llm.generate(prompts, max_new_tokens=config.max_new_tokens, **options)]
     return found
-
-
-def _encode(llm: LLM, messages: Sequence[Message], chat: bool) -> list[int]:
-    if llm.tokenizer is None:
-        raise InputError("the target came without a tokenizer, so text prompts cannot be encoded")
-    if chat and getattr(llm.tokenizer, "chat_template", None):
-        return llm.chat_token_ids(messages)
-    return list(llm.tokenizer("\n\n".join(message["content"] for message in messages)).input_ids)
-
-
-def _too_long(llm: LLM, talk: _Talk, config: Any) -> str | None:
-    """Return why a prompt is not run, if it is not."""
-    prompts, count = config.prompts, len(talk.ids)
-    num_words = len(talk.messages[-1]["content"].split())
-    if prompts.max_words is not None and num_words > prompts.max_words:
-        return f"{num_words} words, prompts.max_words={prompts.max_words}"
-    if prompts.max_prompt_tokens is not None and count > prompts.max_prompt_tokens:
-        return f"{count} tokens, prompts.max_prompt_tokens={prompts.max_prompt_tokens}"
-    if count == 0:
-        return "no tokens"
-    most = llm.engine.target.max_positions
-    if most is not None and count + _LEAST_TOKENS > most:
-        return f"{count} tokens, the target takes {most}"
-    return None

@@ -76,7 +76,7 @@ class FinalAnswers:
             "accuracy": sum(self.subject) / count if count else None,
             "accuracy_lossless": sum(self.reference) / count if count else None,
             "difference": (only_subject - only_reference) / count if count else None,
-            "difference_interval": list(micro_interval(differences)) if count > 1 else None,
+            "difference_interval": micro_interval(differences),
             "num_only_here": only_subject,
             "num_only_lossless": only_reference,
             "p_value": mcnemar(only_subject, only_reference),

@@ -1,78 +1,95 @@
-"""How likely a deviation from a known law is by chance: p-values of chi-square, Kolmogorov-Smirnov and a z-value."""
+"""How likely a deviation from a known law is by chance: p-values that are never too small, however rare the events.
+
+Three of the four tests bet against the law. Somebody who pays 1 and gets, for every draw, what another law gives to it
+over what the law itself gives has 1 on average if the law is right. That he has k times as much is then no likelier
+than 1 / k, whatever the law and however few the draws, also if the other law is made of the draws before. His money is
+here the log evidence; several bets share the 1.
+
+Source: Ville 1939, "Etude critique de la notion de collectif"; Vovk and Wang 2021, arXiv 1912.06116 (e-values).
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.special import gammaln
 
-LEAST_EXPECTED = 5.0  # of a cell. Source: Cochran 1954, "Some methods for strengthening the common chi-square tests"
-_TERMS = 100  # of the Kolmogorov series; it converges after a few where p is small
+# How strongly a law that learns holds to the one it bets against: pseudo-draws, as a multiple of all draws.
+_STRENGTHS = torch.tensor([1 / 16, 1 / 4, 1.0, 4.0], dtype=torch.float64)
+# The same where laws change from draw to draw: pseudo-draws of each group.
+_GROUP_STRENGTHS = torch.tensor([2.0, 8.0, 32.0, 128.0], dtype=torch.float64)
+# Powers of p that a sharper or flatter law is proportional to, less 1; they are those of another temperature.
+TILTS = torch.tensor([-1 / 2, -1 / 8, -1 / 32, 1 / 32, 1 / 8, 1 / 2, 2.0], dtype=torch.float64)
+_BLOCK = 4096
 
 
-def chi_square(observed: Sequence[float], expected: Sequence[float]) -> tuple[float, int]:
-    """Return Pearson's statistic and its degrees of freedom, the cells too rare for it pooled.
+def evidence_p_value(log_evidence: Tensor) -> float:
+    """Return the p-value of bets [B] that begin with equal shares of 1."""
+    together = float(log_evidence.logsumexp(dim=0)) - math.log(log_evidence.numel())
+    return math.exp(-max(together, 0.0))
+
+
+def counts_evidence(counts: Tensor, masses: Tensor) -> Tensor:
+    """Return the log evidence [B] against draws of one law, from how often each of its cells came.
+
+    The bets are on the mean of the law and what came before (Dirichlet-multinomial).
 
     Args:
-        observed: counts.
-        expected: of the same cells, of the same sum; what is observed where nothing is expected gives infinity.
+        counts: [C] float64.
+        masses: [C] float64, the probability of each cell.
     """
-    # By what is expected alone: an order that knew the counts would choose the cells by them.
-    pairs = sorted(zip(expected, observed, strict=True), key=lambda pair: pair[0])
-    cells: list[list[float]] = []
-    for e, o in pairs:  # the rarest first, each joined to the one before while that is too small
-        if cells and cells[-1][0] < LEAST_EXPECTED:
-            cells[-1][0] += e
-            cells[-1][1] += o
-        else:
-            cells.append([e, o])
-    impossible = any(e <= 0 and o > 0 for e, o in pairs)
-    statistic = math.inf if impossible else math.fsum((o - e) ** 2 / e for e, o in cells if e > 0)
-    return statistic, max(len(cells) - 1, 0)
+    if bool(((masses <= 0) & (counts > 0)).any()):
+        return torch.full_like(_STRENGTHS, math.inf)
+    counts, masses = counts[masses > 0], masses[masses > 0]
+    num_draws = counts.sum()
+    strengths = _STRENGTHS * num_draws.clamp_min(1.0)
+    own = strengths[:, None] * masses
+    cells = gammaln(own + counts) - gammaln(own) - counts * masses.log()
+    return gammaln(strengths) - gammaln(strengths + num_draws) + cells.sum(dim=1)
 
 
-def chi_square_p_value(statistic: float, degrees: int) -> float:
-    """Return how likely a chi-square variable with that many degrees of freedom is as large; 1 where there are none."""
-    if math.isinf(statistic):
-        return 0.0
-    if degrees == 0:
-        return 1.0
-    half = torch.tensor([degrees / 2, statistic / 2], dtype=torch.float64)
-    return float(torch.special.gammaincc(half[0], half[1]))
+def groups_evidence(groups: Tensor, shares: Tensor) -> Tensor:
+    """Return the log evidence [B] against draws that each had a law of its own.
 
-
-def changing_chi_square(observed: Tensor, shares: Tensor) -> tuple[float, int]:
-    """Return the statistic and degrees of freedom of draws that each had probabilities of their own.
-
-    The difference of counts and expectation is a sum of martingale differences; its quadratic form with the inverse of
-    their covariance is chi-square for many draws, and Pearson's where all draws have the same law.
+    The bets multiply each law by how much more often than expected every group came before.
 
     Args:
-        observed: [G] float64 counts of each group.
+        groups: [n] int64, of each draw, in their order.
         shares: [n, G] float64, each draw's probability of each group.
     """
-    expected = shares.sum(dim=0)
-    rare = expected < LEAST_EXPECTED
-    if bool(rare.any()):
-        observed = torch.cat([observed[~rare], observed[rare].sum()[None]])
-        shares = torch.cat([shares[:, ~rare], shares[:, rare].sum(dim=1, keepdim=True)], dim=1)
-        expected = shares.sum(dim=0)
-        if bool((observed[-1] > 0) & (expected[-1] < 1e-9)):
-            return math.inf, 1
-    covariance = expected.diag() - shares.T @ shares
-    values, vectors = torch.linalg.eigh(covariance)
-    kept = values > 1e-6 * float(values.max().clamp_min(1e-12))  # counts sum to n, so one direction has no variance
-    along = vectors[:, kept].T @ (observed - expected)
-    return float((along.square() / values[kept]).sum()), int(kept.sum())
+    strengths = _GROUP_STRENGTHS[:, None, None]
+    evidence = torch.zeros_like(_GROUP_STRENGTHS)
+    seen = expected = shares.new_zeros(shares.shape[1])
+    for own, probs in zip(groups.split(_BLOCK), shares.split(_BLOCK), strict=True):
+        came = torch.nn.functional.one_hot(own, shares.shape[1]).to(shares.dtype)
+        before, due = came.cumsum(0) - came + seen, probs.cumsum(0) - probs + expected
+        factors = (strengths + before) / (strengths + due)
+        evidence += ((factors * came).sum(-1).log() - (factors * probs).sum(-1).log()).sum(-1)
+        seen, expected = seen + came.sum(0), expected + probs.sum(0)
+    return evidence
+
+
+def log_moments(log_probs: Tensor) -> Tensor:
+    """Return [n, B] float64: of laws [n, V] the log of the mean of p to the power of each tilt."""
+    return torch.stack([((1 + tilt) * log_probs).logsumexp(dim=-1) for tilt in TILTS.tolist()], dim=-1)
+
+
+def tilts_evidence(log_probs: Tensor, moments: Tensor) -> Tensor:
+    """Return the log evidence [B] of sharper and flatter laws against draws that each had a law of its own.
+
+    Args:
+        log_probs: [n] float64, of what was drawn; -inf for what cannot be.
+        moments: [n, B] float64, `log_moments` of the laws.
+    """
+    return (log_probs[:, None] * TILTS - moments).sum(dim=0)
 
 
 def uniform_p_value(values: Tensor) -> float:
-    """Return the Kolmogorov-Smirnov p-value of `values` [n] being uniform in [0, 1].
+    """Return the p-value of the Kolmogorov-Smirnov distance of `values` [n] from uniform ones in [0, 1].
 
-    Source: Kolmogorov's series with the correction for small n of Stephens 1970, "Use of the Kolmogorov-Smirnov,
-    Cramer-von Mises and related statistics without extensive tables".
+    Source: Massart 1990, "The tight constant in the Dvoretzky-Kiefer-Wolfowitz inequality"; it holds for every n.
     """
     n = values.numel()
     if n == 0:
@@ -80,13 +97,4 @@ def uniform_p_value(values: Tensor) -> float:
     ordered = values.to(torch.float64).sort().values
     ranks = torch.arange(n + 1, dtype=torch.float64) / n
     distance = float(torch.maximum((ranks[1:] - ordered).amax(), (ordered - ranks[:-1]).amax()))
-    scaled = (math.sqrt(n) + 0.12 + 0.11 / math.sqrt(n)) * distance
-    if scaled < 0.2:  # the series needs ever more terms, and p is 1 to twelve digits
-        return 1.0
-    terms = ((-1) ** (k - 1) * math.exp(-2.0 * k * k * scaled * scaled) for k in range(1, _TERMS))
-    return min(max(2.0 * math.fsum(terms), 0.0), 1.0)
-
-
-def normal_p_value(z: float) -> float:
-    """Return how likely a standard normal variable is as far from 0, on either side."""
-    return math.erfc(abs(z) / math.sqrt(2.0))
+    return min(1.0, 2.0 * math.exp(-2.0 * n * distance * distance))

@@ -10,7 +10,6 @@ import torch
 
 from specdec.api import LLM
 from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top_gap
-from specdec.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +102,12 @@ def only_near_ties(found: dict[str, Any]) -> bool:
     return num_near_ties(found) == len(found["parted"])
 
 
+def lossy_rules(llm: LLM) -> list[str]:
+    """Return the names of the acceptance rules of an LLM, greedy and sampled, that say that they are lossy."""
+    rules = llm.engine.verifiers
+    return list(dict.fromkeys(rule.name for rule in (rules.greedy, rules.seeded, rules.sampled) if not rule.lossless))
+
+
 def check_drafter(
     llm: LLM, name: str, size: int, prompts: list[list[int]], expected: list[list[int]], config: Any
 ) -> dict[str, Any]:
@@ -118,19 +123,18 @@ def check_drafter(
         expected: transformers' greedy answers.
         config: with `max_new_tokens`, `near_tie` and `near_ties_per_prompt`, see lossless.yaml.
     """
-    if size < 1:
-        raise ConfigError(f"batch_sizes holds {size}; allowed: at least 1")
     dtype = llm.model.dtype
     near_tie = near_tie_limit(dtype, config.near_tie)
     found: list[Divergence] = []
     unequal: list[dict[str, Any]] = []  # lengths that differ: the engine ends at the context limit
-    num_draft_tokens = 0
+    num_draft_tokens = num_drafter_errors = 0
     for start in range(0, len(prompts), size):
         batch = prompts[start : start + size]
         done = llm.generate(batch, max_new_tokens=config.max_new_tokens, ignore_eos=True)
         for i, completion in enumerate(done, start):
             got = completion.token_ids
             num_draft_tokens += completion.stats.num_draft_tokens
+            num_drafter_errors += completion.stats.num_drafter_errors
             divergence = first_divergence(llm, i, prompts[i], expected[i], got, near_tie)
             if divergence is not None:
                 found.append(divergence)
@@ -150,6 +154,8 @@ def check_drafter(
         "identical": len(prompts) - len(found),
         "lossless": good,
         "num_draft_tokens": num_draft_tokens,
+        "num_drafter_errors": num_drafter_errors,
+        "lossy_rules": lossy_rules(llm),
         "divergences": [asdict(d) for d in found],
         "unequal_lengths": unequal,
     }

@@ -11,11 +11,13 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from hydra.core.plugins import Plugins
 
 from specdec.errors import ConfigError
 
+_FEWEST = 2
 Job = tuple[str, ...]  # one job's overrides
 
 
@@ -27,11 +29,12 @@ def register() -> None:
     Plugins.instance().register(importlib.import_module("hydra_plugins.specdec_halving").SuccessiveHalving)
 
 
-def check_rounds(rungs: Sequence[int], keep: float) -> None:
+def check_rounds(rungs: Any, keep: Any) -> None:
     """Raise ConfigError unless the rounds grow and each keeps a part of the settings."""
-    if not rungs or any(a >= b for a, b in itertools.pairwise(rungs)) or rungs[0] < 1:
-        raise ConfigError(f"hydra.sweeper.rungs={list(rungs)}; allowed: numbers of prompts that grow")
-    if not 0 < keep < 1:
+    are_numbers = isinstance(rungs, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
+    if not are_numbers or not rungs or rungs[0] < 1 or any(a >= b for a, b in itertools.pairwise(rungs)):
+        raise ConfigError(f"hydra.sweeper.rungs={rungs}; allowed: numbers of prompts that grow, such as [4,12,24]")
+    if not isinstance(keep, int | float) or not 0 < keep < 1:
         raise ConfigError(f"hydra.sweeper.keep={keep}; allowed: a share between 0 and 1")
 
 
@@ -41,7 +44,7 @@ def ranking(scores: dict[Job, float | None]) -> list[Job]:
 
 
 def survivors(scores: dict[Job, float | None], keep: float) -> list[Job]:
-    """Return the jobs that go on to the next round.
+    """Return the jobs that go on to the next round, at least two: on few prompts the first places are noise.
 
     Raises:
         ConfigError: all have failed.
@@ -49,4 +52,4 @@ def survivors(scores: dict[Job, float | None], keep: float) -> list[Job]:
     ranked = ranking(scores)
     if not ranked:
         raise ConfigError("every setting failed in this round; their folders say why")
-    return ranked[: max(1, math.ceil(keep * len(ranked)))]
+    return ranked[: max(_FEWEST, math.ceil(keep * len(ranked)))]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
@@ -31,10 +31,13 @@ from specdec.eval.greedy_identity import (
     only_near_ties,
 )
 from specdec.eval.hydra_main import hydra_main
+from specdec.eval.lossless_config import check_lossless
 from specdec.eval.lossless_report import page, show, verdict
 from specdec.eval.peers.hf import transformers_answer
-from specdec.eval.prompts import encode, load_texts
-from specdec.eval.sampling_tests import Drawn, as_row, check_sampling_config, compare, draw
+from specdec.eval.prompt_fit import LEAST_NEW_TOKENS
+from specdec.eval.questions import load_questions
+from specdec.eval.records import LeftOut
+from specdec.eval.sampling_tests import Drawn, as_row, compare, draw
 from specdec.eval.target_law import target_law
 from specdec.provenance import provenance
 
@@ -67,17 +70,15 @@ class _Wanted:
 
 def measure(config: Any) -> dict[str, Any]:
     """Compare every drafter, dtype and batch size with transformers, then what is drawn with the target's law."""
-    check_sampling_config(config.sampling, config.temperature)
+    check_lossless(config)
     wanted = _wanted(config)
     checks: list[dict[str, Any]] = []
-    sampling, left_out = None, list[dict[str, str]]()
+    sampling, left_out, too_long = None, list[dict[str, str]](), list[LeftOut]()
     dtypes = [config.target.dtype] if config.dtypes is None else list(config.dtypes)
-    if not dtypes:
-        raise ConfigError("dtypes=[]; allowed: at least one, or null for target.dtype")
-    texts, _ = load_texts(config.prompts)
     for number, dtype in enumerate(dtypes):
         base = LLM(config.target.name, dtype=dtype, **_plain(config.engine))
-        prompts = encode(base, texts, config.prompts.chat)
+        questions, too_long = load_questions(base, config.prompts, LEAST_NEW_TOKENS)
+        prompts = [question.token_ids for question in questions]
         left_out = _left_out(base, wanted, config)
         fitting = [name for name in wanted.drafters if all(left["drafter"] != name for left in left_out)]
         with Progress(console=console, transient=True) as progress:
@@ -89,6 +90,7 @@ def measure(config: Any) -> dict[str, Any]:
         "config": OmegaConf.to_container(config, resolve=True),
         "provenance": provenance(),
         "left_out": left_out,
+        "left_out_prompts": [asdict(row) for row in too_long],
         "checks": checks,
         "sampling": sampling,
     }
@@ -115,8 +117,6 @@ def _wanted(config: Any) -> _Wanted:
         names = [one.name]
     else:
         names = list(config.default_drafters if config.drafters is None else config.drafters)
-    if not names:
-        raise ConfigError("drafters=[]; allowed: at least one, or null for those that fit the target")
     options = {name: _plain(config.drafter_options.get(name) or OmegaConf.create({})) for name in names}
     if one is not None:
         options[one.name] |= _plain(one.options)

@@ -10,11 +10,13 @@ from typing import Any
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specdec.eval.entry import markdown_table
 
 console = Console()
 Rows = list[list[str]]
+_NAMES_SHOWN = 5  # of prompts that were left out
 P_VALUES = {name: f"{name}_p_value" for name in ("paths", "tokens", "ranks", "likelihood")}
 
 
@@ -52,19 +54,56 @@ def passes(row: dict[str, Any], limit: float) -> bool:
 def verdict(result: dict[str, Any]) -> Verdict:
     """Return the verdict of what `measure` returned."""
     checks, sampling = result["checks"], result["sampling"]
-    good = all(check["lossless"] for check in checks)
+    rows = [] if sampling is None else sampling["tests"]
+    lossy = dict.fromkeys(rule for check in checks for rule in check["lossy_rules"])
+    lossy |= dict.fromkeys(row["verifier"] for row in rows if not row["claims_lossless"])
+    idle = idle_drafters(result)
+    good = all(check["lossless"] for check in checks) and not lossy
     grounds = list(_greedy_grounds(checks))
-    is_shown = True
+    is_shown = bool(checks) and not idle
     if sampling is None:
         grounds.append("sampling: not tested")
-    elif not sampling["tests"]:
+    elif not rows:
         grounds.append("sampling: nothing to test, no drafter")
     else:
-        limit, rows = limit_of(sampling), sampling["tests"]
+        limit = limit_of(sampling)
         good = good and all(passes(row, limit) for row in rows)
-        is_shown = any(map(tells, rows))
-        grounds.append(_sampling_grounds(rows, limit, is_shown))
+        tell = any(map(tells, rows))
+        is_shown = is_shown and tell
+        grounds.append(_sampling_grounds(rows, limit, tell))
+    if not checks:
+        grounds.append("nothing was compared")
+    if lossy:
+        grounds.append(f"{', '.join(lossy)} is LOSSY by its own word")
+    if idle:
+        grounds.append(f"nothing was drafted by {', '.join(idle)}")
+    grounds += [f"{name} raised in {count} answers" for name, count in _drafter_errors(result).items()]
     return Verdict(("lossless" if is_shown else "not shown") if good else "NOT lossless", "; ".join(grounds))
+
+
+def _rows(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the rows of both kinds."""
+    return [*result["checks"], *(result["sampling"] or {"tests": []})["tests"]]
+
+
+def idle_drafters(result: dict[str, Any]) -> list[str]:
+    """Return the drafters that drafted nothing, greedy or sampled: nothing is known of drafting with them.
+
+    `none` is one of them if it is the only one.
+    """
+    drafted: dict[str, int] = {}
+    for row in _rows(result):
+        drafted[row["drafter"]] = drafted.get(row["drafter"], 0) + row["num_draft_tokens"]
+    return [name for name, count in drafted.items() if count == 0 and (name != "none" or len(drafted) == 1)]
+
+
+def _drafter_errors(result: dict[str, Any]) -> dict[str, int]:
+    """Return in how many answers each drafter raised, of those that did."""
+    counts: dict[str, int] = {}
+    for row in _rows(result):
+        if row["num_drafter_errors"]:
+            counts[row["drafter"]] = counts.get(row["drafter"], 0) + row["num_drafter_errors"]
+    return counts
 
 
 def _greedy_grounds(checks: list[dict[str, Any]]) -> Iterator[str]:
@@ -89,9 +128,6 @@ def _sampling_grounds(rows: list[dict[str, Any]], limit: float, is_shown: bool) 
     text = f"sampling: {len(P_VALUES) * len(rows)} tests, smallest p {worst['smallest_p_value']:.2g}"
     if worst["smallest_p_value"] < limit:
         text += f" of {worst['drafter']} with {worst['verifier']}, below {limit:.2g}"
-    lossy = dict.fromkeys(row["verifier"] for row in rows if not row["claims_lossless"])
-    if lossy:
-        text += f"; {', '.join(lossy)} is LOSSY by its own word"
     if not is_shown:
         text += ", but no drafter had drafts both accepted and refused: raise sampling.tokens or sampling.samples"
     return text
@@ -111,8 +147,10 @@ def greedy_rows(result: dict[str, Any]) -> Rows:
             notes.append(f"{u['prompt']}: {u['got']} of {u['expected']} tokens, {why}")
         if check["num_draft_tokens"] == 0 and check["drafter"] != "none":
             notes.append("nothing drafted")
+        if check["num_drafter_errors"]:
+            notes.append(f"the drafter raised in {check['num_drafter_errors']} answers")
         same = f"{check['identical']}/{check['num_prompts']}"
-        word = "lossless" if check["lossless"] else "DIFFERENT"
+        word = "DIFFERENT" if not check["lossless"] else "LOSSY" if check["lossy_rules"] else "lossless"
         rows.append([check["dtype"], check["drafter"], str(check["batch_size"]), same, "\n".join(notes) or "-", word])
     return rows
 
@@ -120,13 +158,14 @@ def greedy_rows(result: dict[str, Any]) -> Rows:
 def sampling_rows(sampling: dict[str, Any]) -> Rows:
     """Return the table of the sampling tests, head first."""
     limit = limit_of(sampling)
-    rows = [["drafter", "verifier", "drafts", *P_VALUES, "excess", "verdict"]]
+    rows = [["drafter", "verifier", "drafts", "paths", "tokens", "ranks", "log p", "excess", "verdict"]]
     for row in sampling["tests"]:
-        lossy = "" if row["claims_lossless"] else " (LOSSY)"
-        word = ("passes" if tells(row) else "tells little") if row["smallest_p_value"] >= limit else "FAILS"
+        lossy = "" if row["claims_lossless"] else "\n(LOSSY)"
+        word = ("passes" if tells(row) else "tells\nlittle") if row["smallest_p_value"] >= limit else "FAILS"
+        failed = f"\nraised in {row['num_drafter_errors']}" if row["num_drafter_errors"] else ""
         rows.append(
             [
-                row["drafter"],
+                row["drafter"] + failed,
                 f"{row['verifier']}{lossy}",
                 f"{row['num_accepted_tokens']}/{row['num_refused_tokens']}",
                 *(_p_value(row[name]) for name in P_VALUES.values()),
@@ -138,7 +177,7 @@ def sampling_rows(sampling: dict[str, Any]) -> Rows:
 
 
 def _p_value(value: float) -> str:
-    return "0" if value == 0 else f"{value:.2g}" if math.log10(value) > -300 else "<1e-300"
+    return "0" if value == 0 else f"{value:.1g}" if math.log10(value) > -300 else "<1e-300"
 
 
 def _titles(result: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
@@ -153,19 +192,29 @@ def _titles(result: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
         )
 
 
+def _left_out(result: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each drafter and prompt that was left out."""
+    for left in result["left_out"]:
+        yield f"left out: {left['drafter']}, {left['reason']}"
+    prompts = result["left_out_prompts"]
+    if prompts:
+        names = ", ".join(row["name"] for row in prompts[:_NAMES_SHOWN]) + ", ..." * (len(prompts) > _NAMES_SHOWN)
+        yield f"left out: {len(prompts)} prompts ({names}), the first because of {prompts[0]['reason']}"
+
+
 def show(result: dict[str, Any]) -> bool:
     """Print the tables and the verdict; return whether everything is lossless."""
     for title, (head, *rows) in _titles(result):
-        table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
+        table = Table(title=Text(title), title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False)
         for column in head:
             table.add_column(column, overflow="fold")
         for row in rows:
-            table.add_row(*row)
+            table.add_row(*map(Text, row))  # names may hold what Rich takes for markup
         console.print(table)
-    for left in result["left_out"]:
-        console.print(f"left out: {left['drafter']}, {left['reason']}", highlight=False)
+    for line in _left_out(result):
+        console.print(Text(line), soft_wrap=True)
     found = verdict(result)
-    console.print(str(found), highlight=False, soft_wrap=True)
+    console.print(Text(str(found)), soft_wrap=True)
     return found.code == 0
 
 
@@ -176,7 +225,7 @@ def page(result: dict[str, Any]) -> str:
     for title, rows in _titles(result):
         cells = [[cell.replace("\n", "<br>").replace("|", "\\|") for cell in row] for row in rows]
         parts.append(f"{title[0].upper()}{title[1:]}:\n\n{markdown_table(cells)}".rstrip())
-    parts += [f"Left out: {left['drafter']}, {left['reason']}" for left in result["left_out"]]
+    parts += [f"{line[0].upper()}{line[1:]}" for line in _left_out(result)]
     dirty = " with changes" if made["git_dirty"] else ""
     parts.append(f"Made {made['time']} at {made['git_sha']}{dirty}; the JSON file beside this page holds the rest.")
     return "\n\n".join(parts) + "\n"

@@ -64,11 +64,12 @@ def _logits(model: Any, rows: Sequence[Sequence[int]]) -> Tensor:
 def perplexity(scores: Sequence[Score]) -> dict[str, Any]:
     """Return exp of the mean negative log-likelihood per token (micro), with its 95 % interval over answers.
 
-    All None without tokens; the interval is None of a single answer.
+    All None without tokens; the interval is None of few answers.
     """
     pairs = [(s.nll, float(s.num_tokens)) for s in scores if s.num_tokens]
     if not pairs:
         return {"perplexity": None, "perplexity_interval": None}
     mean = sum(nll for nll, _ in pairs) / sum(count for _, count in pairs)
-    interval = [math.exp(end) for end in micro_interval(pairs)] if len(pairs) > 1 else None
+    found = micro_interval(pairs)
+    interval = None if found is None else [math.exp(end) for end in found]
     return {"perplexity": math.exp(mean), "perplexity_interval": interval}

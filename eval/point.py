@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import logging
-import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from specdec.api import LLM, matmul_flops_per_s, measure_step_times, read_bandwidth_bytes_per_s, weight_bytes_per_step
-from specdec.errors import ConfigError, SpecdecError
+from specdec.errors import ConfigError, InputError, SpecdecError
+from specdec.eval.atomic import write_text, writing
 from specdec.eval.cases import Cases, make_cases
+from specdec.eval.comparison import check_comparison
 from specdec.eval.records import (
     CONFIG,
     ERROR,
@@ -31,17 +35,17 @@ from specdec.eval.records import (
     read_records,
     whole_bytes,
 )
-from specdec.eval.runner import Key, run_turns
+from specdec.eval.runner import Run
 from specdec.eval.summary import summarise
 from specdec.eval.target import load_target
-from specdec.eval.variants import Variant, build_variants
+from specdec.eval.variants import Variants, build_variants
 from specdec.provenance import provenance
 
 log = logging.getLogger("specdec")
 
 _LOCK = ".lock"
-_UNMEASURED = ("hydra", "output")  # keys of a config that do not change what is measured
-_LEAST = {"repeats": 1, "batch_size": 1, "max_new_tokens": 2}
+UNMEASURED = ("hydra", "name", "question", "experiment")  # keys of a config that do not change what is measured
+_SAME_CODE = ("git_sha", "versions", "cpu", "gpu", "num_threads")  # of provenance: what makes figures comparable
 
 Progress = Callable[[int, int], None]  # (samples done, of)
 
@@ -52,14 +56,6 @@ class Origin:
 
     name: str
     overrides: dict[str, Any]
-
-
-def check_config(config: Any) -> None:
-    """Raise ConfigError for what the groups' own checks do not see."""
-    for name, least in _LEAST.items():
-        value = OmegaConf.select(config, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"{name}={value!r}; allowed: an integer >= {least}")
 
 
 def measure_point(
@@ -73,7 +69,7 @@ def measure_point(
     """Measure what a config describes into a folder and return its records; one that is finished is only read.
 
     Args:
-        config: the groups target, drafter, verifier, engine and prompts, and what speedup.yaml has.
+        config: the groups target, drafter, verifier, engine and prompts, and what comparison.yaml has.
         folder: made if absent; holds this point or nothing.
         name: of the point.
         overrides: dotted keys that the command line set, for whoever compares points.
@@ -81,35 +77,50 @@ def measure_point(
 
     Raises:
         ConfigError: the folder holds another point, is in use, or the config is wrong.
-        InputError: records in it are corrupt.
-        SpecdecError: records cannot be written.
+        InputError: what is in it is corrupt.
+        SpecdecError: the folder cannot be written.
     """
-    check_config(config)
-    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
-    kept = {name: value for name, value in resolved.items() if name not in _UNMEASURED}
+    check_comparison(config)
     with _locked(folder):
-        _take(folder, kept)
-        try:
-            earlier = _earlier(folder / RECORDS)
-            if earlier is None or earlier.end is None:
+        earlier = _earlier(folder)
+        _take(folder, measured_part(config), earlier is None)
+        _compare_session(folder / PROVENANCE)
+        if earlier is None or earlier.end is None:
+            try:
                 _measure(config, folder, earlier, Origin(name, overrides or {}), progress)
-            records = read_records(folder / RECORDS)
-            (folder / SUMMARY).write_text(json.dumps(summarise(records), indent=1))
-        except OSError as error:
-            raise SpecdecError(
-                f"{folder} cannot be written ({error}); what was measured is kept there: make room and run the same "
-                "command again, it goes on where it stopped"
-            ) from error
+            finally:
+                gc.collect()  # engines are in cycles: their caches would stay beside the next point's
+        records = read_records(folder / RECORDS)
+        if earlier is None or earlier.end is None or not (folder / SUMMARY).exists():
+            with writing(folder):
+                write_text(folder / SUMMARY, json.dumps(summarise(records), indent=1))
         (folder / ERROR).unlink(missing_ok=True)
     return records
 
 
+def read_summary(folder: Path, records: Records) -> dict[str, Any]:
+    """Return the figures of a point that `measure_point` left, as JSON holds them."""
+    try:
+        found: dict[str, Any] = json.loads((folder / SUMMARY).read_text())
+    except (OSError, ValueError):
+        found = json.loads(json.dumps(summarise(records)))
+    return found
+
+
+def measured_part(config: Any) -> dict[str, Any]:
+    """Return what of a config decides on what is measured."""
+    resolved: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    return {key: value for key, value in resolved.items() if key not in UNMEASURED}
+
+
 def note_error(folder: Path, error: BaseException) -> None:
-    """Leave an error in a point's folder, if it can be written."""
+    """Leave an error in a point's folder, if it can be written and is not that of a finished point."""
+    if is_finished(folder):
+        return
     what = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exception(error)}
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / ERROR).write_text(json.dumps(what, indent=1))
+        write_text(folder / ERROR, json.dumps(what, indent=1))
     except OSError as second:
         log.error("%s cannot be written either: %s", folder / ERROR, second)
 
@@ -127,72 +138,86 @@ def _locked(folder: Path) -> Iterator[None]:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         lock = FileLock(folder / _LOCK, timeout=0)
-        with lock:
-            yield
+        lock.acquire()
     except Timeout as error:
         raise ConfigError(f"{folder} is being measured by another process; give another folder or wait") from error
     except OSError as error:
-        raise ConfigError(f"{folder} cannot be used: {error}") from error
+        raise ConfigError(f"{folder} cannot be written ({error}); give another folder") from error
+    try:
+        yield
+    finally:
+        lock.release()
 
 
-def _take(folder: Path, kept: dict[str, Any]) -> None:
+def _take(folder: Path, mine: dict[str, Any], is_new: bool) -> None:
     """Write the config into a new folder; refuse one that holds another point."""
     path = folder / CONFIG
-    if path.exists():
-        found = OmegaConf.to_container(OmegaConf.load(path))
-        if found != kept:
-            names = [key for key in kept.keys() | set(found) if found.get(key) != kept.get(key)]
-            raise ConfigError(
-                f"{folder} holds another point: its {', '.join(sorted(map(str, names)))} differs; give another folder, "
-                "or delete it"
-            )
-    else:
-        OmegaConf.save(OmegaConf.create(kept), path)
+    text = OmegaConf.to_yaml(OmegaConf.create(mine))
+    try:
+        theirs = yaml.safe_load(path.read_text()) if path.exists() else None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        theirs = None
+        if not is_new:
+            raise InputError(f"{path} cannot be read: {error}") from error
+    if is_new and not isinstance(theirs, dict):
+        theirs = None  # of a session that was killed before it had begun
+    if theirs is None:
+        with writing(folder):
+            write_text(path, text)
+    elif theirs != yaml.safe_load(text):
+        names = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
+        raise ConfigError(
+            f"{folder} holds another point: its {', '.join(names)} differs; give another folder, or delete it"
+        )
 
 
-def _earlier(path: Path) -> Records | None:
+def _earlier(folder: Path) -> Records | None:
     """Return what an earlier session measured, its unfinished last line cut off."""
+    path = folder / RECORDS
     if not path.exists():
         return None
     whole = whole_bytes(path)
     if whole < path.stat().st_size:
         log.warning("%s ends with an unfinished line, which is dropped", path)
-        with path.open("r+b") as file:
+        with writing(folder), path.open("r+b") as file:
             file.truncate(whole)
     return read_records(path) if whole else None
 
 
 def _measure(config: Any, folder: Path, earlier: Records | None, origin: Origin, progress: Progress) -> None:
+    begin = time.perf_counter()
     base = load_target(config)
-    cases = make_cases(base, config)
-    variants, absent = build_variants(base, config, [case.num_new_tokens for case in cases.cases])
-    try:
-        header = _header(config, base, variants, cases, absent, origin)
+    with build_variants(base, config) as variants:
+        cases = make_cases(base, config)
+        variants.expect([case.num_new_tokens for case in cases.cases])
+        header = _header(config, base, variants, cases, origin)
         if earlier is not None:
             _check_same(folder, earlier.header, header)
-        _note_session(folder / PROVENANCE)
-        done: dict[Key, float] = {}
-        if earlier is not None:
-            done = {(s.variant, s.batch, s.repeat): s.start_s + s.total_s for s in earlier.samples}
-        with RecordWriter(folder / RECORDS) as writer:
+        run = Run(
+            variants.found,
+            cases,
+            batch_size=config.batch_size,
+            max_new_tokens=config.max_new_tokens,
+            repeats=config.repeats,
+            earlier=() if earlier is None else earlier.samples,
+        )
+        run.warm_up()
+        machine = None
+        if config.step_times and (earlier is None or earlier.machine is None):
+            machine = _machine(base, any(info.name == "transformers" for info in variants.infos))
+        counted = iter(range(1, run.num_samples + 1))
+        with writing(folder):
+            _note_session(folder / PROVENANCE)
+            writer = RecordWriter(folder / RECORDS)
+        with writer:
             if earlier is None:
                 writer.write(header)
-            if config.step_times and (earlier is None or earlier.machine is None):
-                writer.write(_machine(base, any(v.info.name == "transformers" for v in variants)))
-            total = len(variants) * len(cases.batches(config.batch_size)) * config.repeats
-            counted = iter(range(1, total + 1))
-            run_turns(
-                *(variants, cases, config.batch_size, config.max_new_tokens, config.repeats, writer, done),
-                lambda: progress(next(counted), total),
-            )
-    finally:
-        for variant in variants:
-            variant.close()
+            if machine is not None:
+                writer.write(machine)
+            run.measure(writer, time.perf_counter() - begin, lambda: progress(next(counted), run.num_samples))
 
 
-def _header(
-    config: Any, base: LLM, variants: list[Variant], cases: Cases, absent: list[dict[str, str]], origin: Origin
-) -> Header:
+def _header(config: Any, base: LLM, variants: Variants, cases: Cases, origin: Origin) -> Header:
     return Header(
         name=origin.name,
         target=str(config.target.name),
@@ -201,12 +226,12 @@ def _header(
         kv_bytes_per_token=base.engine.target.cache.bytes_per_token,
         batch_size=config.batch_size,
         max_new_tokens=config.max_new_tokens,
-        temperature=config.temperature,
+        temperature=float(config.temperature),
         seed=config.seed,
         repeats=config.repeats,
-        variants=[variant.info for variant in variants],
+        variants=variants.infos,
         cases=cases.cases,
-        absent=absent,
+        absent=variants.absent,
         left_out=cases.left_out,
         overrides=origin.overrides,
         question=OmegaConf.select(config, "question"),
@@ -214,30 +239,45 @@ def _header(
 
 
 def _check_same(folder: Path, earlier: Header, header: Header) -> None:
-    for what, name in (("prompts or their lengths", "cases"), ("variants", "variants")):
-        if getattr(earlier, name) != getattr(header, name):
+    """Raise ConfigError unless a resumed session would measure what was begun."""
+    now = json.loads(json.dumps(asdict(header)))
+    then = json.loads(json.dumps(asdict(earlier)))
+    for name, what in (("cases", "prompts"), ("variants", "variants"), ("dtype", "number format")):
+        if then[name] != now[name]:
             raise ConfigError(
                 f"{folder} was begun with other {what} than there are now; delete it to measure again, or give another "
                 "folder"
             )
 
 
+def _compare_session(path: Path) -> None:
+    """Warn where what was measured before came from other code or another machine."""
+    try:
+        then = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return
+    now = provenance()
+    other = [key for key in _SAME_CODE if isinstance(then, dict) and then.get(key) != now[key]]
+    if other:
+        log.warning("%s was measured with another %s than there is now", path.parent, ", ".join(other))
+
+
 def _note_session(path: Path) -> None:
     now = provenance()
-    if path.exists():
+    try:
         first = json.loads(path.read_text())
         now = first | {"resumed": [*first.get("resumed", []), now]}
-    spare = path.with_suffix(".tmp")
-    spare.write_text(json.dumps(now, indent=1))
-    shutil.move(spare, path)
+    except (OSError, ValueError, AttributeError, TypeError):
+        pass  # there was none, or a killed session left a part of it
+    write_text(path, json.dumps(now, indent=1))
 
 
 def _machine(base: LLM, with_transformers: bool) -> Machine:
     table = measure_step_times(base.engine.target, base.model if with_transformers else None)
-    is_cpu = base.model.device.type == "cpu"
+    device = base.model.device
     return Machine(
         table,
-        read_bandwidth_bytes_per_s() if is_cpu else None,
-        matmul_flops_per_s(base.model.dtype) if is_cpu else None,
+        read_bandwidth_bytes_per_s(device),
+        matmul_flops_per_s(base.model.dtype, device),
         weight_bytes_per_step(base.model),
     )

@@ -10,12 +10,13 @@ from typing import Any
 from hydra.core.hydra_config import HydraConfig
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
 from specdec.errors import SpecdecError
-from specdec.eval.point import measure_point
+from specdec.eval.entry import print_error
+from specdec.eval.point import measure_point, note_error, read_summary
 from specdec.eval.records import Records
-from specdec.eval.summary import summarise
 
 
 def quiet_libraries() -> None:
@@ -26,12 +27,15 @@ def quiet_libraries() -> None:
 
 def samples_bar(console: Console) -> Progress:
     """Return a progress display for samples."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     return Progress(*columns, console=console, transient=True)
 
 
 def run_point(config: Any, console: Console) -> tuple[Records, dict[str, Any]]:
-    """Measure what a config describes into the run's folder; return the records and their figures."""
+    """Measure what a config describes into the run's folder; return the records and their figures.
+
+    What fails is left in the folder, too.
+    """
     quiet_libraries()
     folder = Path(HydraConfig.get().runtime.output_dir)
     try:
@@ -40,8 +44,11 @@ def run_point(config: Any, console: Console) -> tuple[Records, dict[str, Any]]:
             records = measure_point(
                 config, folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
             )
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False)
-        sys.exit(2)
-    console.print(f"written to {folder}", highlight=False)
-    return records, summarise(records)
+    except Exception as error:
+        note_error(folder, error)
+        if isinstance(error, SpecdecError):
+            print_error(str(error))
+            sys.exit(2)
+        raise
+    console.print(Text(f"written to {folder}"), soft_wrap=True)
+    return records, read_summary(folder, records)

@@ -7,6 +7,7 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specdec.eval.records import BASELINE, Header, LeftOut, Records
 
@@ -20,92 +21,103 @@ def number(value: float | None, form: str = ".1f", times: float = 1.0) -> str:
 
 
 def ratio(found: dict[str, Any] | None) -> str:
-    """Return a ratio with its interval."""
-    return "-" if found is None else f"{found['median']:.2f}x [{found['low']:.2f}, {found['high']:.2f}]"
+    """Return a ratio with its interval, if it has one."""
+    if found is None:
+        return "-"
+    ends = "" if found["low"] is None else f" [{found['low']:.2f}, {found['high']:.2f}]"
+    return f"{found['median']:.2f}x{ends}"
 
 
-def _faster(found: dict[str, Any] | None) -> tuple[str, str]:
-    return ("-", "-") if found is None else (f"{found['median']:.2f}x", f"{found['low']:.2f}-{found['high']:.2f}")
+def say(console: Console, text: str) -> None:
+    """Print a line that may hold other people's words."""
+    console.print(Text(text))
 
 
 def show_point(records: Records, summary: dict[str, Any], console: Console) -> None:
     """Print the comparison of a point's variants."""
     header = records.header
-    console.print(
+    say(
+        console,
         f"{header.target} {header.dtype}, {len(header.cases)} prompts in batches of {header.batch_size}, "
-        f"{header.repeats} repeats"
+        f"{header.repeats} repeats",
     )
     trees = any(own["tree"] for own in summary["variants"].values())
-    columns = ["", "speedup", "95 %", "e2e", "decode/s", "TTFT ms", "length", "rate", "= none"]
-    if trees:
-        columns.insert(-1, "node rate")  # of trees: another thing than a chain's
     table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(column, justify="right" if column else "left", no_wrap=True)
+    table.add_column("", overflow="fold")
+    for column in ("speedup", "95 %", "e2e", "tok/s", "TTFT ms", "length", "rate", *["nodes"] * trees, "= none"):
+        table.add_column(column, justify="right", no_wrap=True)
     speedups = {s["variant"]: s for s in summary["speedups"]}
     for name, own in summary["variants"].items():
         same, faster = summary["identity"][name], speedups.get(name, {"decode": None, "e2e": None})
-        rate = number(own["acceptance_rate"], ".3f")
+        rate = number(own["acceptance_rate"], ".2f")
         table.add_row(
-            name if own["lossless"] else f"{name} (LOSSY)",
+            Text(name if own["lossless"] else f"{name} LOSSY"),
             *_faster(faster["decode"]),
             _faster(faster["e2e"])[0],
             number(own["decode_tokens_per_s"]),
-            number(own["ttft_s"]["p50"], times=1e3),
+            number(own["ttft_s"]["p50"], ".0f", times=1e3),
             number(own["acceptance_length"], ".2f"),
             "-" if own["tree"] else rate,
             *([rate if own["tree"] else "-"] if trees else []),
             f"{same['equal']}/{same['of']}",
         )
     console.print(table)
-    console.print(
-        "speedup: decode time of none, the undrafted engine, over the variant's, median over batches; e2e: with "
-        "prefill; length: tokens per target forward; rate: accepted per draft token; = none: answers with none's ids",
-        highlight=False,
+    say(
+        console,
+        "speedup: decode time of none, the undrafted engine, over the variant's, median over prompts, or full batches; "
+        "e2e: with prefill; length: tokens per target forward; rate: accepted per draft token"
+        + (" (nodes: of trees)" if trees else "")
+        + "; = none: answers with none's ids",
     )
     for s in summary["over_peers"]:
-        console.print(
-            f"{s['variant']} over {s['over']}: decode {ratio(s['decode'])}, end to end {ratio(s['e2e'])}",
-            highlight=False,
-        )
+        both = f"decode {ratio(s['decode'])}, end to end {ratio(s['e2e'])}"
+        say(console, f"{s['variant']} over {s['over']}: {both}")
     _show_noise(summary, console)
-    _show_notes(header, console)
+    _show_notes(header, summary, console)
     show_left_out(header.left_out, console)
+
+
+def _faster(found: dict[str, Any] | None) -> tuple[str, str]:
+    if found is None:
+        return "-", "-"
+    return f"{found['median']:.2f}x", "few" if found["low"] is None else f"{found['low']:.2f}-{found['high']:.2f}"
 
 
 def _show_noise(summary: dict[str, Any], console: Console) -> None:
     control = summary["control"]
     if control is not None:
-        verdict = "holds" if control["holds"] else "does NOT hold 1.0: do not trust differences this small"
-        console.print(
-            f"control, none against itself: {control['median']:.3f}x, 99 % interval [{control['low']:.3f}, "
-            f"{control['high']:.3f}], {verdict}",
-            highlight=False,
+        verdict = {None: "too few prompts to tell", True: "holds 1.0"}.get(
+            control["holds"], "does NOT hold 1.0: differences this small mean nothing"
         )
+        ends = "" if control["low"] is None else f", 99 % interval [{control['low']:.3f}, {control['high']:.3f}]"
+        say(console, f"control, none against itself: {control['median']:.3f}x{ends}, {verdict}")
     if "wall_s" in summary:
         outside = summary["outside_s"] / summary["wall_s"]
-        console.print(f"{summary['wall_s']:.0f} s, {outside:.1%} of it outside of any variant", highlight=False)
+        setup = f"after {summary['setup_s']:.0f} s of preparation"
+        say(console, f"{summary['wall_s']:.0f} s, {outside:.1%} of it outside of any variant, {setup}")
     for entry in summary["order"]:
-        if abs(entry["relative_time"] - 1) > _ORDER_NOTED:
-            what = (
-                f"place {entry['number']} of a turn" if entry["by"] == "place" else f"third {entry['number'] + 1} of 3"
-            )
-            console.print(f"runs in {what} took {entry['relative_time']:.3f} of the usual time", highlight=False)
+        effect = abs(entry["relative_time"] - 1)
+        if effect > max(_ORDER_NOTED, entry["error"]):
+            what = "at place {} of a turn" if entry["by"] == "place" else "in third {} of the run"
+            what = what.format(entry["number"] + 1)
+            say(console, f"runs {what} took {entry['relative_time']:.3f} of the usual time, +- {entry['error']:.3f}")
     loops = {name: own["num_loops"] for name, own in summary["variants"].items() if own["num_loops"]}
     if loops:
         name = BASELINE if BASELINE in loops else next(iter(loops))
         answers = summary["variants"][name]["num_answers"]
-        console.print(f"{loops[name]} of {answers} answers of {name} repeat themselves; without them:", highlight=False)
-        for s in summary["speedups"]:
-            console.print(f"  {s['variant']} {ratio(s['decode_no_loops'])}", highlight=False)
+        calm = ", ".join(f"{s['variant']} {ratio(s['decode_no_loops'])}" for s in summary["speedups"])
+        say(console, f"{loops[name]} of {answers} answers of {name} repeat themselves; without them: {calm}")
 
 
-def _show_notes(header: Header, console: Console) -> None:
+def _show_notes(header: Header, summary: dict[str, Any], console: Console) -> None:
     for info in header.variants:
         if info.note:
-            console.print(f"{info.name}: {info.note}", highlight=False)
-    for peer in header.absent:
-        console.print(f"absent: {peer['name']}: {peer['reason']}", highlight=False)
+            say(console, f"{info.name}: {info.note}")
+        errors = summary["variants"].get(info.name, {}).get("num_drafter_errors", 0)
+        if errors:
+            say(console, f"{info.name}: its drafter FAILED in {errors} steps, which went on without drafts")
+    for entry in header.absent:
+        say(console, f"absent: {entry['name']}: {entry['reason']}")
 
 
 def show_left_out(left_out: Sequence[LeftOut], console: Console) -> None:
@@ -116,7 +128,7 @@ def show_left_out(left_out: Sequence[LeftOut], console: Console) -> None:
         groups.setdefault((row.category, kind), []).append(row)
     for (category, kind), rows in groups.items():
         shown = ", ".join(row.name for row in rows[:_NAMES_SHOWN]) + (", ..." if len(rows) > _NAMES_SHOWN else "")
-        console.print(f"left out: {len(rows)} of {category} ({shown}): {kind}", highlight=False)
+        say(console, f"left out: {len(rows)} of {category} ({shown}): {kind}")
 
 
 def show_step_times(records: Records, console: Console) -> None:

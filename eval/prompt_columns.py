@@ -69,6 +69,9 @@ class Columns:
         """
         role, column = next(((r, c) for r, c in self._said if row.values.get(c) is not None), (None, None))
         if column is None:
+            nulls = [c for _, c in self._said if c in row.values]
+            if nulls:
+                raise ConfigError(f"{row.place}, column {nulls[0]!r} is null; a prompt needs text")
             raise ConfigError(
                 f"{row.place} has nothing under {_list(c for _, c in self._said)}; its columns are "
                 f"{_list(row.values)}. Name the one with the text: prompts.columns.prompt=NAME"

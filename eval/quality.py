@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
+from rich.text import Text
 
 from specdec.api import LLM, Completion
-from specdec.errors import ConfigError
 from specdec.eval.entry import run_and_write
 from specdec.eval.final_answer import FinalAnswers, final_number, grade
 from specdec.eval.hydra_main import hydra_main
@@ -28,6 +28,7 @@ from specdec.eval.metrics.agreement import Answers, agreements, exact_match_rate
 from specdec.eval.metrics.columns import with_interval
 from specdec.eval.perplexity import Score, perplexity, score
 from specdec.eval.point_view import number, show_left_out
+from specdec.eval.quality_config import check_quality
 from specdec.eval.questions import Question, load_questions
 from specdec.eval.records import LeftOut
 from specdec.eval.target import load_target
@@ -44,7 +45,7 @@ _LEVEL = 0.95
 
 def measure(config: Any) -> dict[str, Any]:
     """Answer the prompts with the rule and without drafts, and return how the answers differ."""
-    _check(config)
+    check_quality(config)
     base = load_target(config)
     options: dict[str, Any] = llm_options(config) | {"dtype": None}
     llm = LLM(base.model, tokenizer=base.tokenizer, **options)
@@ -72,22 +73,14 @@ def measure(config: Any) -> dict[str, Any]:
         "note": _note(rule, sampling),
         "acceptance_rate": stats.acceptance_rate,
         "acceptance_length": stats.acceptance_length,
+        "num_draft_tokens": stats.num_draft_tokens,
+        "num_drafter_errors": stats.num_drafter_errors,
         "left_out": [asdict(row) for row in left_out],
         "texts": {name: _view(answers[name], scores[name]) for name in seeds},
         "agreement": {n: _agreement(answers[n], answers[LOSSLESS]) for n in seeds if n != LOSSLESS},
         "final_answers": {n: _final_answers(answers[n], answers[LOSSLESS], questions) for n in seeds if n != LOSSLESS},
         "answers": [_row(i, question, answers, scores) for i, question in enumerate(questions)],
     }
-
-
-def _check(config: Any) -> None:
-    for name in ("batch_size", "max_new_tokens"):
-        if not isinstance(config[name], int) or config[name] < 1:
-            raise ConfigError(f"{name}={config[name]!r}; allowed: an integer >= 1")
-    if config.temperature and config.seed is None:
-        raise ConfigError(
-            f"temperature={config.temperature} without a seed: answers could not be compared; give one, such as seed=0"
-        )
 
 
 def _answer(
@@ -184,11 +177,12 @@ def show(result: dict[str, Any]) -> None:
     config, texts = result["config"], result["texts"]
     lossy = "lossless" if result["lossless"] else "LOSSY"
     how = "greedy" if config["temperature"] == 0 else f"temperature {config['temperature']}, seed {config['seed']}"
-    table = Table(title=f"{result['drafter']}, {result['verifier']} ({lossy}), {config['target']['name']}, {how}")
+    title = f"{result['drafter']}, {result['verifier']} ({lossy}), {config['target']['name']}, {how}"
+    table = Table(title=Text(title))  # names may hold what Rich takes for markup
     heads = {LOSSLESS: "undrafted", SUBJECT: result["verifier"], CONTROL: "undrafted, next seed"}
     table.add_column("")
     for name in texts:
-        table.add_column(heads[name], justify="right")
+        table.add_column(Text(heads[name]), justify="right")
     for label, cell in _ROWS:
         table.add_row(label, *(cell(result, name) for name in texts))
     console.print(table)
@@ -202,9 +196,20 @@ def show(result: dict[str, Any]) -> None:
         f"{number(result['acceptance_length'], '.2f')}",
         highlight=False,
     )
-    if result["note"] is not None:
-        console.print(f"note: {result['note']}", highlight=False)
+    for note in _notes(result):
+        console.print(Text(f"note: {note}"))
     show_left_out([LeftOut(**row) for row in result["left_out"]], console)
+
+
+def _notes(result: dict[str, Any]) -> list[str]:
+    notes = [] if result["note"] is None else [result["note"]]
+    if result["num_drafter_errors"]:
+        notes.append(
+            f"{result['drafter']} raised in {result['num_drafter_errors']} answers, which went on without drafts"
+        )
+    if not result["num_draft_tokens"]:
+        notes.append(f"{result['drafter']} drafted nothing: these are answers of the target alone")
+    return notes
 
 
 def _with_ends(found: dict[str, Any] | None, key: str, form: str = ".3f") -> str:

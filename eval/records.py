@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
 from specdec.errors import InputError
+from specdec.eval.atomic import writing
+from specdec.eval.record_checks import check_header, check_machine, check_sample, check_types
 from specdec.stats import RequestStats
 
 FORMAT = 1  # of records.jsonl; raised when a field changes its meaning or goes
@@ -44,6 +46,7 @@ class Case:
     turn: int  # from 0
     num_prompt_tokens: int
     num_new_tokens: int | None = None  # of the undrafted answer, which peers are asked for; None: nobody had to know
+    digest: str = ""  # of the prompt's token ids: two prompts of one length are told apart
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ class RequestRecord:
     verify_s: float | None = None
     other_s: float | None = None
     cut: int | None = None  # tokens before it begins to repeat itself; None if it never does
+    num_drafter_errors: int = 0  # exceptions of the drafter, after which its steps went on without drafts
 
     @property
     def ttft_s(self) -> float:
@@ -152,20 +156,22 @@ class Sample:
         return sum(len(r.token_ids) for r in self.requests)
 
     @property
-    def decode_begin_s(self) -> float:
-        """When all requests have their first token."""
-        return max(r.ttft_s for r in self.requests)
-
-    @property
     def decode_s(self) -> float:
-        """From when all requests have a first token to the last token of all."""
-        return max(r.emissions[-1][0] for r in self.requests) - self.decode_begin_s
+        """The time that decoding took.
+
+        Alone: from the first token to the last. In a batch whose engine splits its steps: all but the prompts' share of
+        the rows, since some requests decode while others' prompts are computed. Of a peer's batch: from when all have
+        their first token.
+        """
+        alone, known = len(self.requests) == 1, all(r.prefill_s is not None for r in self.requests)
+        if known and not alone:
+            return self.total_s - sum(r.prefill_s or 0.0 for r in self.requests)
+        return self.total_s - max(r.ttft_s for r in self.requests)
 
     @property
     def num_decode_tokens(self) -> int:
-        """Return how many tokens came in `decode_s`."""
-        begin = self.decode_begin_s
-        return sum(int(n) for r in self.requests for at, n in r.emissions[1:] if at > begin)
+        """Return how many tokens came by decoding: all but the first of each request."""
+        return self.num_tokens - len(self.requests)
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,8 +179,9 @@ class End:
     """The last line of a point that was measured to its end."""
 
     num_samples: int
-    wall_s: float  # of the timed part, of the last session where it was resumed
+    wall_s: float  # of the timed part, all sessions
     outside_s: float  # of it, not in a variant: the runner and its records
+    setup_s: float = 0.0  # before the timed part, last session: prompts, engines, warm-up, the machine
 
 
 @dataclass(slots=True)
@@ -185,28 +192,38 @@ class Records:
     machine: Machine | None = None
     samples: list[Sample] = field(default_factory=list)
     end: End | None = None
+    doubt: str | None = None  # why an end that was written does not count
 
     def of(self, variant: str) -> list[Sample]:
         return [sample for sample in self.samples if sample.variant == variant]
 
 
 class RecordWriter:
-    """Appends lines to a records.jsonl, each written whole and flushed before the next sample begins."""
+    """Appends lines to a records.jsonl, each written whole and flushed before the next sample begins.
+
+    Raises:
+        SpecdecError: they cannot be written.
+    """
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8")
+        self._folder = path.parent
+        with writing(self._folder):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, line: Header | Machine | Sample | End) -> None:
-        kind = type(line).__name__.lower()
-        self._file.write(json.dumps({"type": kind, **_compact(asdict(line))}, separators=(",", ":")) + "\n")
-        self._file.flush()
+        told = asdict(line) if isinstance(line, Header) else _compact(asdict(line))
+        entry = {"type": type(line).__name__.lower(), **told}
+        with writing(self._folder):
+            self._file.write(json.dumps(entry, separators=(",", ":")) + "\n")
+            self._file.flush()
 
     def close(self) -> None:
-        try:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        finally:
-            self._file.close()
+        with writing(self._folder):
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            finally:
+                self._file.close()
 
     def __enter__(self) -> RecordWriter:
         return self
@@ -216,7 +233,7 @@ class RecordWriter:
 
 
 def _compact(value: Any) -> Any:
-    """Return `value` with no more digits than a clock has."""
+    """Return measured values with no more digits than a clock has."""
     if isinstance(value, float):
         return float(f"{value:.9g}")
     if isinstance(value, dict):
@@ -227,33 +244,48 @@ def _compact(value: Any) -> Any:
 def read_records(path: Path) -> Records:
     """Return what a records.jsonl holds; an unfinished last line, left by a killed run, is not part of it.
 
+    An end that does not stand last, or counts other samples than are there, is none: `Records.doubt` says so.
+
     Raises:
         InputError: it cannot be read, is of another format, or a line before the last is broken.
     """
     found: Records | None = None
+    known: set[tuple[str, int, int]] = set()
     for number, entry in _lines(path):
         try:
             kind = entry.pop("type")
-            if kind == "header":
-                if found is not None:
-                    raise ValueError("a second header")
+            if kind == "header" and found is None:
                 found = Records(_header(entry))
             elif found is None:
                 raise ValueError("no header before it")
-            elif kind == "machine":
-                found.machine = _build(Machine, entry)
-            elif kind == "sample":
-                requests = [_build(RequestRecord, own) for own in entry.pop("requests")]
-                found.samples.append(_build(Sample, {**entry, "requests": requests}))
-            elif kind == "end":
-                found.end = _build(End, entry)
             else:
-                raise ValueError(f"unknown type {kind!r}")
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+                _add(found, kind, entry, known)
+        except (AttributeError, KeyError, OverflowError, RecursionError, TypeError, ValueError) as error:
             raise InputError(f"{path}, line {number} is corrupt: {error}") from error
     if found is None:
         raise InputError(f"{path} has no header: nothing was measured there")
+    if found.end is not None and found.end.num_samples != len(found.samples):
+        found.doubt = f"its end counts {found.end.num_samples} samples, {len(found.samples)} are there"
+        found.end = None
     return found
+
+
+def _add(found: Records, kind: Any, entry: dict[str, Any], known: set[tuple[str, int, int]]) -> None:
+    """Add what a line after the header says; `known` are the samples before it."""
+    if kind == "machine" and found.machine is None:
+        found.machine = _build(Machine, entry)
+        check_machine(found.machine)
+    elif kind == "sample":
+        requests = [_build(RequestRecord, own) for own in entry.pop("requests")]
+        sample = _build(Sample, {**entry, "requests": requests})
+        check_sample(found.header, sample, known)
+        known.add((sample.variant, sample.batch, sample.repeat))
+        found.samples.append(sample)
+        found.end = None
+    elif kind == "end":
+        found.end = _build(End, entry)
+    else:
+        raise ValueError(f"a second {kind}" if kind in ("header", "machine") else f"unknown type {kind!r}")
 
 
 def whole_bytes(path: Path) -> int:
@@ -267,26 +299,35 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
         text = path.read_bytes()[: whole_bytes(path)].decode("utf-8")
     except (OSError, UnicodeError) as error:
         raise InputError(f"{path} cannot be read: {error}") from error
-    for number, line in enumerate(text.splitlines(), 1):
+    for number, line in enumerate(text.split("\n")[:-1], 1):
         try:
             entry = json.loads(line)
-        except ValueError as error:
+            entry = without_halves(entry) if "\\ud" in line.lower() else entry
+        except (RecursionError, ValueError) as error:
             raise InputError(f"{path}, line {number} is corrupt: {error}") from error
         if not isinstance(entry, dict):
             raise InputError(f"{path}, line {number} is corrupt: not an object")
         yield number, entry
 
 
+def without_halves(value: Any) -> Any:
+    """Return a value of JSON whose texts can be written, `?` in place of halves of surrogate pairs."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {without_halves(key): without_halves(part) for key, part in value.items()}
+    return [without_halves(part) for part in value] if isinstance(value, list) else value
+
+
 def _header(entry: dict[str, Any]) -> Header:
     if entry.get("format") != FORMAT:
         raise ValueError(f"format {entry.get('format')!r}; this release reads {FORMAT}")
     parts = {"variants": VariantInfo, "cases": Case, "left_out": LeftOut}
-    return _build(Header, entry | {name: [_build(kind, own) for own in entry[name]] for name, kind in parts.items()})
+    header = _build(Header, entry | {name: [_build(kind, own) for own in entry[name]] for name, kind in parts.items()})
+    check_header(header)
+    return header
 
 
 def _build(kind: type[_T], entry: dict[str, Any]) -> _T:
-    names = {f.name for f in fields(kind)}  # type: ignore[arg-type]
-    unknown = entry.keys() - names
-    if unknown:
-        raise ValueError(f"unknown field {sorted(unknown)[0]!r} of {kind.__name__.lower()}")
+    check_types(kind, entry)
     return kind(**entry)

@@ -6,28 +6,15 @@ import time
 from collections.abc import Callable, Sequence
 
 from specdec.eval.cases import Cases
-from specdec.eval.records import End, RecordWriter, Sample
+from specdec.eval.records import End, RecordWriter, RequestRecord, Sample
 from specdec.eval.schedule import Turn, turns
 from specdec.eval.variants import Variant
 
-Key = tuple[str, int, int]  # variant, batch, repeat
 _WARM_UP_TOKENS = 16
 
 
-def run_turns(
-    variants: Sequence[Variant],
-    cases: Cases,
-    batch_size: int,
-    max_new_tokens: int,
-    repeats: int,
-    writer: RecordWriter,
-    done: dict[Key, float],
-    advance: Callable[[], None],
-) -> None:
-    """Run what is not done yet and write it, then the end of the records.
-
-    Every variant warms up first, uncounted. What a drafter learned from answers is forgotten before each repeat: the
-    next ones are to the same prompts.
+class Run:
+    """A point's timed part, from where an earlier session stopped.
 
     Args:
         variants: in the order of the header.
@@ -35,34 +22,75 @@ def run_turns(
         batch_size: prompts per call.
         max_new_tokens: of an answer.
         repeats: of every batch.
-        writer: of the point's records.
-        done: samples of an earlier session, with when they ended.
-        advance: called after each sample, those done before included.
+        earlier: samples of a session that was killed.
     """
-    by_name = {variant.info.name: variant for variant in variants}
-    batches = cases.batches(batch_size)
-    before = max(done.values(), default=0.0)  # the clock goes on from there
-    for variant in variants:
-        prompts = [cases.token_ids[i] for i in batches[0]]
-        variant.run(batches[0], prompts, min(_WARM_UP_TOKENS, max_new_tokens))
-    begin, inside, repeat = time.perf_counter(), 0.0, -1
-    for turn in turns(list(by_name), len(batches), repeats):
-        if turn.repeat != repeat:
-            repeat = turn.repeat
-            for variant in variants:
-                variant.reset()
-        if (turn.variant, turn.batch, turn.repeat) not in done:
-            sample = _sample(*(by_name[turn.variant], cases, batches[turn.batch], max_new_tokens, turn, begin - before))
-            inside += sample.total_s
-            writer.write(sample)
-        advance()
-    wall = time.perf_counter() - begin
-    writer.write(End(len(by_name) * len(batches) * repeats, wall, wall - inside))
 
+    def __init__(
+        self,
+        variants: Sequence[Variant],
+        cases: Cases,
+        *,
+        batch_size: int,
+        max_new_tokens: int,
+        repeats: int,
+        earlier: Sequence[Sample] = (),
+    ) -> None:
+        self._variants = {variant.info.name: variant for variant in variants}
+        self._cases, self._max_new_tokens = cases, max_new_tokens
+        self._batches = cases.batches(batch_size)
+        self._turns = list(turns(list(self._variants), len(self._batches), repeats))
+        self._done = {(s.variant, s.repeat, s.batch) for s in earlier}
+        self._inside_s = sum(s.total_s for s in earlier)
+        self._before_s = max((s.start_s + s.total_s for s in earlier), default=0.0)  # the clock goes on from there
+        wanted = {(t.variant, t.repeat) for t in self._turns if not self._is_done(t)}
+        self._learned = {
+            (name, repeat) for name, repeat in wanted if self._variants[name].remembers
+        }  # whose earlier answers must be given again: what they taught is gone
 
-def _sample(
-    variant: Variant, cases: Cases, batch: Sequence[int], max_new_tokens: int, turn: Turn, zero: float
-) -> Sample:
-    start = time.perf_counter()
-    requests = variant.run(batch, [cases.token_ids[i] for i in batch], max_new_tokens)
-    return Sample(turn.variant, turn.batch, turn.repeat, turn.place, start - zero, requests)
+    @property
+    def num_samples(self) -> int:
+        return len(self._turns)
+
+    def _is_done(self, turn: Turn) -> bool:
+        return (turn.variant, turn.repeat, turn.batch) in self._done
+
+    def warm_up(self) -> None:
+        """Run every variant once, uncounted."""
+        for variant in self._variants.values():
+            self._run(variant, 0, min(_WARM_UP_TOKENS, self._max_new_tokens))
+
+    def measure(self, writer: RecordWriter, setup_s: float, advance: Callable[[], None]) -> None:
+        """Run what is not done yet and write it, then the end of the records.
+
+        What a variant learned from answers is forgotten before each repeat: the next ones are to the same prompts.
+
+        Args:
+            writer: of the point's records.
+            setup_s: what came before.
+            advance: called after each sample, those done before included.
+        """
+        begin, repeat = time.perf_counter(), -1
+        for turn in self._turns:
+            if turn.repeat != repeat:
+                repeat = turn.repeat
+                for variant in self._variants.values():
+                    variant.reset()
+            variant = self._variants[turn.variant]
+            if not self._is_done(turn):
+                sample = self._sample(variant, turn, begin)
+                self._inside_s += sample.total_s
+                writer.write(sample)
+            elif (turn.variant, turn.repeat) in self._learned:
+                self._run(variant, turn.batch, self._max_new_tokens)
+            advance()
+        wall = time.perf_counter() - begin + self._before_s
+        writer.write(End(self.num_samples, wall, wall - self._inside_s, setup_s))
+
+    def _sample(self, variant: Variant, turn: Turn, begin: float) -> Sample:
+        start = time.perf_counter() - begin + self._before_s
+        requests = self._run(variant, turn.batch, self._max_new_tokens)
+        return Sample(turn.variant, turn.batch, turn.repeat, turn.place, start, requests)
+
+    def _run(self, variant: Variant, batch: int, max_new_tokens: int) -> list[RequestRecord]:
+        members = self._batches[batch]
+        return variant.run(members, [self._cases.token_ids[i] for i in members], max_new_tokens)

@@ -11,18 +11,17 @@ from typing import Any
 import torch
 
 from specdec.api import LLM
-from specdec.errors import ConfigError, InputError
+from specdec.errors import InputError
 from specdec.eval.goodness_of_fit import (
-    changing_chi_square,
-    chi_square,
-    chi_square_p_value,
-    normal_p_value,
+    counts_evidence,
+    evidence_p_value,
+    groups_evidence,
+    tilts_evidence,
     uniform_p_value,
 )
 from specdec.eval.target_law import NUM_GROUPS, Path, TargetLaw
 from specdec.stats import total
 
-LEAST_TOKENS = 3  # the first is prefill's, the last is never drafted
 _PER_CALL = 256
 
 
@@ -34,41 +33,22 @@ class Drawn:
     num_draft_tokens: int
     num_accepted_tokens: int
     num_refused_tokens: int  # drafts that were judged and not taken; those behind them were never judged
+    num_drafter_errors: int  # answers that went on without drafts because the drafter raised
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingTest:
     """How far what was drawn is from the target's law. p-values are those of a lossless rule."""
 
-    paths_p_value: float  # whole paths: chi-square over all that are expected often enough
+    paths_p_value: float  # whole paths: does each that is expected often enough come as often as it should
     tokens_p_value: float  # tokens after the first: does each group of token ids come as often as it should
     ranks_p_value: float  # tokens after the first: is each as likely a rank as it should be
-    likelihood_p_value: float  # tokens after the first: are they together as likely as they should be
-    chi_square: float
-    degrees: int
+    likelihood_p_value: float  # tokens after the first: would a sharper or flatter law explain them better
     excess_log_prob: float  # mean of log p minus its expectation, nats per token; above 0: too likely tokens
 
     @property
     def p_values(self) -> tuple[float, ...]:
         return self.paths_p_value, self.tokens_p_value, self.ranks_p_value, self.likelihood_p_value
-
-
-def check_sampling_config(config: Any, temperature: float) -> None:
-    """Refuse settings of the sampling tests that mean nothing.
-
-    Raises:
-        ConfigError: one is out of range.
-    """
-    for name, least in (("samples", 0), ("tokens", LEAST_TOKENS), ("num_prompts", 1)):
-        value = config[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise ConfigError(f"sampling.{name}={value!r}; allowed: an integer >= {least}")
-    if not 0 < config.level < 1:
-        raise ConfigError(f"sampling.level={config.level!r}; allowed: above 0 and below 1")
-    if config.samples and not temperature > 0:
-        raise ConfigError(
-            f"temperature={temperature!r}; allowed for the sampling tests: above 0. sampling.samples=0 leaves them out"
-        )
 
 
 def draw(
@@ -110,18 +90,18 @@ def draw(
             paths.append(own)
     whole = total(stats)
     refused = sum(whole.reached_at) - sum(whole.accepted_at)
-    return Drawn(paths, whole.num_draft_tokens, whole.num_accepted_tokens, refused)
+    return Drawn(paths, whole.num_draft_tokens, whole.num_accepted_tokens, refused, whole.num_drafter_errors)
 
 
 def compare(drawn: Sequence[Sequence[Path]], laws: Sequence[TargetLaw], seed: int = 0) -> SamplingTest:
     """Return four tests of drawn paths against the target's law.
 
-    - paths: Pearson's chi-square over whole paths, summed over the prompts.
-    - tokens: a chi-square over groups of token ids, with each token's own probabilities after the tokens before it.
+    - paths: how often each whole path came, over all prompts.
+    - tokens: how often each group of token ids came, with each token's own probabilities after the tokens before it.
       A rule that favours what was drafted is found here where whole paths are too many to count.
     - ranks: for a token whose likelier ones have mass F, F + v p with v uniform is uniform, and independent of those
       of other tokens; Kolmogorov-Smirnov. Tokens that are too likely too often give too many small values.
-    - likelihood: the sum of log p minus its expectation over its standard deviation, a sum of martingale differences.
+    - likelihood: how much better the target at another temperature explains the tokens.
 
     The first token of a path is prefill's, before any draft; the last three tests leave it out.
 
@@ -131,39 +111,37 @@ def compare(drawn: Sequence[Sequence[Path]], laws: Sequence[TargetLaw], seed: in
         seed: of v.
 
     Source: Rosenblatt 1952, "Remarks on a multivariate transformation"; for discrete variables Brockwell 2007,
-    "Universal residuals: a multivariate transformation".
+    "Universal residuals: a multivariate transformation". Of the others: goodness_of_fit.py.
     """
-    statistic, degrees = 0.0, 0
-    before, own, excess, variance = [], [], 0.0, 0.0
-    counts_by_group, shares = torch.zeros(NUM_GROUPS, dtype=torch.float64), []
+    by_paths = []
+    before, own, means, groups, shares, moments = [], [], [], [], [], []
     for paths, law in zip(drawn, laws, strict=True):
         cells = law.cells()
         counts = Counter(law.cell_of(path) for path in paths)
-        found, more = chi_square([counts[c] for c in cells], [mass * len(paths) for mass in cells.values()])
-        statistic, degrees = statistic + found, degrees + more
+        by_paths.append(counts_evidence(_float64([counts[c] for c in cells]), _float64(list(cells.values()))))
         for path in paths:
             for depth in range(1, law.num_tokens):
                 after = law.after[path[:depth]]
                 p, likelier = after.drawn[path[depth]]
                 before.append(likelier)
                 own.append(p)
-                counts_by_group[path[depth] % NUM_GROUPS] += 1
+                means.append(after.mean)
+                groups.append(path[depth] % NUM_GROUPS)
                 shares.append(after.groups)
-                excess += (math.log(p) if p > 0 else -math.inf) - after.mean
-                variance += after.variance
+                moments.append(after.moments)
+    probs = _float64(own)
     noise = torch.rand(len(own), generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-    ranks = torch.tensor(before, dtype=torch.float64) + noise * torch.tensor(own, dtype=torch.float64)
-    # Without any variance every token was certain, and a wrong one has a probability of about 0.
-    z = excess / math.sqrt(variance) if variance > 1e-12 else (0.0 if abs(excess) < 1e-6 else math.inf)
     return SamplingTest(
-        chi_square_p_value(statistic, degrees),
-        chi_square_p_value(*changing_chi_square(counts_by_group, torch.stack(shares))),
-        uniform_p_value(ranks),
-        normal_p_value(z),
-        statistic,
-        degrees,
-        excess / max(len(own), 1),
+        evidence_p_value(torch.stack(by_paths).sum(dim=0)),
+        evidence_p_value(groups_evidence(torch.tensor(groups), torch.stack(shares))),
+        uniform_p_value(_float64(before) + noise * probs),
+        evidence_p_value(tilts_evidence(probs.log(), torch.stack(moments))),
+        float((probs.log() - _float64(means)).mean()),
     )
+
+
+def _float64(values: Sequence[float]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def as_row(drafter: str, verifier: str, claims_lossless: bool, drawn: Drawn, test: SamplingTest) -> dict[str, Any]:
@@ -177,6 +155,7 @@ def as_row(drafter: str, verifier: str, claims_lossless: bool, drawn: Drawn, tes
         "num_draft_tokens": drawn.num_draft_tokens,
         "num_accepted_tokens": drawn.num_accepted_tokens,
         "num_refused_tokens": drawn.num_refused_tokens,
+        "num_drafter_errors": drawn.num_drafter_errors,
         **figures,
         "smallest_p_value": min(test.p_values),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -29,11 +30,17 @@ def orders(count: int) -> list[list[int]]:
 
 
 def turns(variants: Sequence[str], num_batches: int, repeats: int) -> Iterator[Turn]:
-    """Yield every variant on every batch, `repeats` times."""
+    """Yield every variant on every batch, `repeats` times.
+
+    Which order a batch gets is shuffled, so that it goes with nothing that alternates in the prompts, and is another
+    one in each repeat: a variant comes at another place for the same batch.
+    """
     found = orders(len(variants))
-    number = 0
+    source = random.Random(0)
+    given: list[int] = []
+    while len(given) < num_batches:
+        given += source.sample(range(len(found)), len(found))
     for repeat in range(repeats):
         for batch in range(num_batches):
-            for place, own in enumerate(found[number % len(found)]):
+            for place, own in enumerate(found[(given[batch] + repeat) % len(found)]):
                 yield Turn(repeat, batch, place, variants[own])
-            number += 1

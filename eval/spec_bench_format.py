@@ -8,16 +8,17 @@ One file per variant, and the target's tokenizer beside them, which Spec-Bench's
 from __future__ import annotations
 
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 from rich.console import Console
+from rich.text import Text
 
 from specdec.api import load_tokenizer_of
 from specdec.errors import ConfigError, InputError, SpecdecError
+from specdec.eval.entry import check_folder
 from specdec.eval.hydra_main import hydra_main
 from specdec.eval.records import RECORDS, Records, RequestRecord, Sample, read_records
 
@@ -116,6 +117,10 @@ def write_all(run: Path, out_dir: Path) -> dict[str, int]:
     if tokenizer is None:
         raise InputError(f"the target {records.header.target} has no tokenizer, so its answers cannot be decoded")
     names = [info.name for info in records.header.variants]
+    files = [_file_name(name) for name in names]
+    twice = [name for name, file in zip(names, files, strict=True) if files.count(file) > 1]
+    if twice:
+        raise InputError(f"the variants {', '.join(map(repr, twice))} would share a file; give them other names")
     written = {}
     for name in names:
         path = out_dir / f"{_file_name(name)}.jsonl"
@@ -131,18 +136,21 @@ def _file_name(variant: str) -> str:
 @hydra_main("spec_bench_format")
 def main(config: DictConfig) -> None:
     """Read, write, say what was written."""
+    for name in ("run", "out_dir"):
+        if not isinstance(config[name], str):
+            raise ConfigError(f"{name}={config[name]}; needed: run=FOLDER of a measured point, out_dir=FOLDER to write")
+    run, out_dir = Path(config.run), Path(config.out_dir)
+    check_folder(out_dir, "out_dir")
     try:
-        for name in ("run", "out_dir"):
-            if config[name] is None:
-                raise ConfigError(
-                    f"{name} is not given; run={{folder of a measured point}} out_dir={{folder to write}}"
-                )
-        written = write_all(Path(config.run), Path(config.out_dir))
-    except SpecdecError as error:
-        Console(stderr=True).print(f"[red]error:[/red] {error}", highlight=False, soft_wrap=True)
-        sys.exit(2)
+        written = write_all(run, out_dir)
+    except SpecdecError:
+        raise
+    except OSError as error:
+        raise InputError(f"{out_dir} cannot be written ({error})") from error
+    except (IndexError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise InputError(f"the records of {run} do not fit together ({type(error).__name__}: {error})") from error
     for name, lines in written.items():
-        console.print(f"{Path(config.out_dir) / name}: {lines} lines", highlight=False, soft_wrap=True)
+        console.print(Text(f"{out_dir / name}: {lines} lines"), soft_wrap=True)
 
 
 if __name__ == "__main__":

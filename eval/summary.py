@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
+from specdec.debug.near_tie import first_difference
+from specdec.eval.order_effects import order_effects
 from specdec.eval.ratios import micro_interval, speedup
 from specdec.eval.records import BASELINE, CONTROL, Header, Records, RequestRecord, Sample
 from specdec.serving.metrics import percentiles
@@ -24,33 +25,35 @@ def summarise(records: Records) -> dict[str, Any]:
     by_variant = {info.name: records.of(info.name) for info in header.variants}
     by_variant = {name: samples for name, samples in by_variant.items() if samples}
     engines = {info.name for info in header.variants if info.kind == "engine"}
+    figures = _Figures(header, by_variant)
     summary: dict[str, Any] = {
         "is_complete": records.end is not None,
         "variants": {
-            info.name: _variant(by_variant[info.name])
+            info.name: _variant(header, by_variant[info.name])
             | {"kind": info.kind, "lossless": info.lossless, "drafter": info.drafter, "verifier": info.verifier}
             for info in header.variants
             if info.name in by_variant
         },
-        "speedups": [_speedup(name, by_variant) for name in by_variant if name != BASELINE and BASELINE in by_variant],
+        "speedups": [figures.speedup(name) for name in by_variant if name != BASELINE and BASELINE in by_variant],
         "over_peers": [
-            _over(name, info.name, by_variant)
+            figures.over(name, info.name)
             for info in header.variants
             if info.kind == "peer" and info.name in by_variant
             for name in by_variant
             if name in engines and name != CONTROL
         ],
-        "control": _control(by_variant),
+        "control": figures.control(),
         "identity": {name: _identity(by_variant.get(BASELINE, []), samples) for name, samples in by_variant.items()},
-        "categories": _categories(header, by_variant),
+        "categories": figures.categories(),
         "order": _order(by_variant),
     }
     if records.end is not None:
-        summary["wall_s"], summary["outside_s"] = records.end.wall_s, records.end.outside_s
+        end = records.end
+        summary |= {"wall_s": end.wall_s, "outside_s": end.outside_s, "setup_s": end.setup_s}
     return summary
 
 
-def _variant(samples: Sequence[Sample]) -> dict[str, Any]:
+def _variant(header: Header, samples: Sequence[Sample]) -> dict[str, Any]:
     requests = [request for sample in samples for request in sample.requests]
     decoded, decode_s = sum(s.num_decode_tokens for s in samples), sum(s.decode_s for s in samples)
     gaps = [gap for request in requests for gap in request.itl_s]
@@ -59,6 +62,7 @@ def _variant(samples: Sequence[Sample]) -> dict[str, Any]:
         "num_answers": len(requests),
         "num_loops": sum(r.cut is not None for r in requests),
         "num_tokens": sum(s.num_tokens for s in samples),
+        "num_drafter_errors": sum(r.num_drafter_errors for r in requests),
         "decode_tokens_per_s": decoded / decode_s if decode_s else None,
         "tokens_per_s_e2e": sum(s.num_tokens for s in samples) / sum(s.total_s for s in samples),
         "ttft_s": percentiles(r.ttft_s for r in requests),
@@ -67,19 +71,24 @@ def _variant(samples: Sequence[Sample]) -> dict[str, Any]:
         if gaps
         else None,
     }
-    return summary | acceptance(requests)
+    return summary | acceptance(header, requests)
 
 
-def acceptance(requests: Sequence[RequestRecord]) -> dict[str, Any]:
+def acceptance(header: Header, requests: Sequence[RequestRecord]) -> dict[str, Any]:
     """Return acceptance and time split of answers, and acceptance up to where each repeats itself, and of the others.
 
     `cut` counts answers up to their repetition and has a 95 % interval of the acceptance length, by resampling
-    answers; `no_loops` counts only answers that never repeat. Of peers, whose steps are unknown, there is nothing.
+    conversations: what repeats and turns of one have in common is no news. `no_loops` counts only answers that never
+    repeat. Of peers, whose steps are unknown, there is nothing.
     """
     known = [request for request in requests if request.steps is not None]
     whole = total(request.stats() for request in known)
     cut = [request.stats(request.cut) for request in known]
-    pairs = [(float(s.num_emitted_tokens), float(s.num_steps)) for s in cut if s.num_steps]
+    by_talk: dict[str, list[RequestStats]] = {}
+    for request, stats in zip(known, cut, strict=True):
+        by_talk.setdefault(header.cases[request.case].name, []).append(stats)
+    sums = [total(parts) for parts in by_talk.values()]
+    interval = micro_interval([(float(s.num_emitted_tokens), float(s.num_steps)) for s in sums if s.num_steps])
     steps = [step for request in known for step in request.steps or []]
     return _rates(whole) | {
         "tree": any(drafted != depth for drafted, depth, *_ in steps),
@@ -87,8 +96,7 @@ def acceptance(requests: Sequence[RequestRecord]) -> dict[str, Any]:
         "draft_s": whole.draft_s,
         "verify_s": whole.verify_s,
         "other_s": whole.other_s,
-        "cut": _rates(total(cut))
-        | {"acceptance_length_interval": list(micro_interval(pairs)) if len(pairs) > 1 else None},
+        "cut": _rates(total(cut)) | {"acceptance_length_interval": interval and list(interval)},
         "no_loops": _rates(total(request.stats() for request in known if request.cut is None)),
     }
 
@@ -107,7 +115,7 @@ def _rates(stats: RequestStats) -> dict[str, Any]:
 
 
 def _decode_s(sample: Sample) -> float:
-    """Return seconds per token while all requests decode."""
+    """Return seconds per token of decoding; 0 where nothing was decoded."""
     return sample.decode_s / sample.num_decode_tokens if sample.num_decode_tokens else 0.0
 
 
@@ -115,39 +123,105 @@ def _total_s(sample: Sample) -> float:
     return sample.total_s / sample.num_tokens
 
 
-def _ratio(
-    baseline: Sequence[Sample], variant: Sequence[Sample], time_of: TimeOf, level: float = _LEVEL
-) -> dict[str, Any] | None:
-    """Return the ratio of two variants' times over the batches that both have run; None if there are none."""
-    theirs = {(s.batch, s.repeat): time_of(s) for s in baseline}
-    pairs = ((s.batch, theirs.get((s.batch, s.repeat), 0.0), time_of(s)) for s in variant)
-    found = speedup((pair for pair in pairs if pair[1] and pair[2]), level)
-    return None if found is None else asdict(found)
+class _Figures:
+    """Ratios of a point's variants.
 
+    A unit, over which medians and intervals are taken, is a conversation, or a batch of several prompts; of these only
+    the full ones count.
+    """
 
-def _over(name: str, baseline: str, by_variant: dict[str, list[Sample]]) -> dict[str, Any]:
-    theirs, samples = by_variant[baseline], by_variant[name]
-    return {
-        "variant": name,
-        "over": baseline,
-        "decode": _ratio(theirs, samples, _decode_s),
-        "e2e": _ratio(theirs, samples, _total_s),
-    }
+    def __init__(self, header: Header, by_variant: dict[str, list[Sample]]) -> None:
+        self._header, self._by_variant = header, by_variant
+        names = list(dict.fromkeys(case.name for case in header.cases))
+        self._talks = {name: i for i, name in enumerate(names)}
+        self._full = max((len(s.requests) for samples in by_variant.values() for s in samples), default=0)
 
+    def _unit(self, sample: Sample) -> int:
+        if self._full > 1:
+            return sample.batch
+        return self._talks[self._header.cases[sample.requests[0].case].name]
 
-def _speedup(name: str, by_variant: dict[str, list[Sample]]) -> dict[str, Any]:
-    baseline = by_variant[BASELINE]
-    looping = {s.batch for s in baseline if any(r.cut is not None for r in s.requests)}
-    calm = [sample for sample in by_variant[name] if sample.batch not in looping]
-    return _over(name, BASELINE, by_variant) | {"decode_no_loops": _ratio(baseline, calm, _decode_s)}
+    def _ratio(
+        self,
+        baseline: Iterable[Sample],
+        variant: Iterable[Sample],
+        time_of: TimeOf,
+        level: float = _LEVEL,
+        *,
+        same_length: bool = False,
+    ) -> dict[str, Any] | None:
+        """Return the ratio of two variants' times over the full batches that both have run; None if there are none."""
+        theirs = {(s.batch, s.repeat): s for s in baseline}
+        pairs = []
+        for sample in variant:
+            other = theirs.get((sample.batch, sample.repeat))
+            if other is None or len(sample.requests) < self._full:
+                continue
+            if same_length and [len(r.token_ids) for r in other.requests] != [
+                len(r.token_ids) for r in sample.requests
+            ]:
+                continue
+            a, b = time_of(other), time_of(sample)
+            if a > 0 and b > 0:
+                pairs.append((self._unit(sample), a, b))
+        found = speedup(pairs, level)
+        return None if found is None else asdict(found)
 
+    def over(self, name: str, baseline: str) -> dict[str, Any]:
+        """Return how many times faster a variant is. End to end only where both gave as many tokens.
 
-def _control(by_variant: dict[str, list[Sample]]) -> dict[str, Any] | None:
-    """Return the same engine's ratio to itself: whether 1.0 is in its 99 % interval."""
-    if CONTROL not in by_variant or BASELINE not in by_variant:
-        return None
-    found = _ratio(by_variant[BASELINE], by_variant[CONTROL], _decode_s, _CONTROL_LEVEL)
-    return None if found is None else found | {"holds": found["low"] <= 1.0 <= found["high"]}
+        Time per token is fair to decode with answers of different lengths; with prefill in it, it is not.
+        """
+        theirs, samples = self._by_variant[baseline], self._by_variant[name]
+        return {
+            "variant": name,
+            "over": baseline,
+            "decode": self._ratio(theirs, samples, _decode_s),
+            "e2e": self._ratio(theirs, samples, _total_s, same_length=True),
+        }
+
+    def speedup(self, name: str) -> dict[str, Any]:
+        """Return how many times faster a variant is than the undrafted engine, also without answers that loop."""
+        baseline = self._by_variant[BASELINE]
+        looping = {s.batch for s in baseline if any(r.cut is not None for r in s.requests)}
+        calm = [sample for sample in self._by_variant[name] if sample.batch not in looping]
+        return self.over(name, BASELINE) | {"decode_no_loops": self._ratio(baseline, calm, _decode_s)}
+
+    def control(self) -> dict[str, Any] | None:
+        """Return the same engine's ratio to itself: whether 1.0 is in its 99 % interval, None if there are too few."""
+        if CONTROL not in self._by_variant or BASELINE not in self._by_variant:
+            return None
+        pair = self._by_variant[BASELINE], self._by_variant[CONTROL]
+        found = self._ratio(*pair, _decode_s, _CONTROL_LEVEL)
+        if found is None:
+            return None
+        return found | {"holds": None if found["low"] is None else found["low"] <= 1.0 <= found["high"]}
+
+    def categories(self) -> dict[str, dict[str, Any]]:
+        """Return, by category and variant, acceptance and speed; the latter where no batch mixes categories."""
+        found: dict[str, dict[str, Any]] = {}
+        for category in dict.fromkeys(case.category for case in self._header.cases):
+            own = {name: self._only(samples, category) for name, samples in self._by_variant.items()}
+            found[category] = {name: self._part(own, name) for name, (requests, _) in own.items() if requests}
+        return found
+
+    def _only(self, samples: Sequence[Sample], category: str) -> tuple[list[RequestRecord], list[Sample]]:
+        cases = self._header.cases
+        requests = [r for s in samples for r in s.requests if cases[r.case].category == category]
+        pure = [s for s in samples if all(cases[r.case].category == category for r in s.requests)]
+        return requests, pure
+
+    def _part(self, own: dict[str, tuple[list[RequestRecord], list[Sample]]], name: str) -> dict[str, Any]:
+        requests, pure = own[name]
+        decode_s = sum(s.decode_s for s in pure)
+        counted = acceptance(self._header, requests)
+        return {
+            "num_answers": len(requests),
+            "num_loops": sum(r.cut is not None for r in requests),
+            **{key: counted[key] for key in ("acceptance_length", "acceptance_rate", "tree", "cut", "no_loops")},
+            "decode_tokens_per_s": sum(s.num_decode_tokens for s in pure) / decode_s if decode_s else None,
+            "speedup": self._ratio(own[BASELINE][1], pure, _decode_s) if BASELINE in own else None,
+        }
 
 
 def _identity(baseline: Sequence[Sample], samples: Sequence[Sample]) -> dict[str, Any]:
@@ -161,61 +235,21 @@ def _identity(baseline: Sequence[Sample], samples: Sequence[Sample]) -> dict[str
                 continue
             num_compared += 1
             if ids != request.token_ids:
-                both = zip(ids, request.token_ids, strict=False)
+                at = first_difference(ids, request.token_ids)
                 shorter = min(len(ids), len(request.token_ids))
-                at = next((i for i, (a, b) in enumerate(both) if a != b), shorter)
-                parted.append({"case": request.case, "repeat": sample.repeat, "position": at})
+                parted.append(
+                    {"case": request.case, "repeat": sample.repeat, "position": shorter if at is None else at}
+                )
     return {"equal": num_compared - len(parted), "of": num_compared, "parted": parted}
 
 
-def _categories(header: Header, by_variant: dict[str, list[Sample]]) -> dict[str, dict[str, Any]]:
-    """Return, by category and variant, acceptance and speed; the latter where no batch mixes categories."""
-    found: dict[str, dict[str, Any]] = {}
-    for category in dict.fromkeys(case.category for case in header.cases):
-        own = {name: _only(header, samples, category) for name, samples in by_variant.items()}
-        found[category] = {name: _part(own, name) for name, (requests, _) in own.items() if requests}
-    return found
-
-
-def _only(header: Header, samples: Sequence[Sample], category: str) -> tuple[list[RequestRecord], list[Sample]]:
-    requests = [r for s in samples for r in s.requests if header.cases[r.case].category == category]
-    pure = [s for s in samples if all(header.cases[r.case].category == category for r in s.requests)]
-    return requests, pure
-
-
-def _part(own: dict[str, tuple[list[RequestRecord], list[Sample]]], name: str) -> dict[str, Any]:
-    requests, pure = own[name]
-    decode_s = sum(s.decode_s for s in pure)
-    counted = acceptance(requests)
-    return {
-        "num_answers": len(requests),
-        "num_loops": sum(r.cut is not None for r in requests),
-        **{key: counted[key] for key in ("acceptance_length", "acceptance_rate", "tree", "cut", "no_loops")},
-        "decode_tokens_per_s": sum(s.num_decode_tokens for s in pure) / decode_s if decode_s else None,
-        "speedup": _ratio(own[BASELINE][1], pure, _decode_s) if BASELINE in own else None,
-    }
-
-
 def _order(by_variant: dict[str, list[Sample]]) -> list[dict[str, Any]]:
-    """Return how a place in the rotation changes times: medians of a run's time over that of all its repeats.
-
-    Likewise the thirds of the whole run, which show drift.
-    """
-    by_place: dict[int, list[float]] = {}
-    by_third: dict[int, list[float]] = {}
-    last = max((s.start_s for samples in by_variant.values() for s in samples), default=0.0)
-    for samples in by_variant.values():
-        usual: dict[int, list[float]] = {}
-        for sample in samples:
-            usual.setdefault(sample.batch, []).append(_decode_s(sample))
-        for sample in samples:
-            middle = median(usual[sample.batch])
-            if middle and len(usual[sample.batch]) > 1:
-                by_place.setdefault(sample.place, []).append(_decode_s(sample) / middle)
-                third = min(2, int(3 * sample.start_s / last)) if last else 0
-                by_third.setdefault(third, []).append(_decode_s(sample) / middle)
-    return [
-        {"by": by, "number": number, "relative_time": median(values), "num_samples": len(values)}
-        for by, groups in (("place", by_place), ("third", by_third))
-        for number, values in sorted(groups.items())
-    ]
+    timed = [(s, _decode_s(s)) for samples in by_variant.values() for s in samples]
+    timed = [(s, seconds) for s, seconds in timed if seconds > 0]
+    return order_effects(
+        [s.variant for s, _ in timed],
+        [s.batch for s, _ in timed],
+        [s.place for s, _ in timed],
+        [s.start_s for s, _ in timed],
+        [seconds for _, seconds in timed],
+    )

@@ -12,20 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 from rich.console import Console
 
 from specdec.errors import SpecdecError
-from specdec.eval.point import is_finished, measure_point, note_error
+from specdec.eval.point import UNMEASURED, is_finished, measure_point, measured_part, note_error, read_summary
 from specdec.eval.point_run import quiet_libraries, samples_bar
 from specdec.eval.records import BASELINE, CONTROL
-from specdec.eval.summary import summarise
 
 log = logging.getLogger("specdec")
 
 # Environment variables, of the process that began the sweep and of its children: what the grid is.
 NUM_POINTS, SWEPT_KEYS = "SPECDEC_SWEEP_POINTS", "SPECDEC_SWEEP_KEYS"
-_NO_PART = ("experiment", "name", "question")  # of a point's name
 _MOST_NAME, _MOST_VALUE, _DIGEST = 100, 24, 8  # characters
 
 
@@ -36,12 +35,15 @@ def run_sweep_point(config: Any) -> float | None:
     """
     quiet_libraries()
     settings = HydraConfig.get()
-    overrides = parse_overrides(settings.overrides.task)
-    name = point_name(overrides, os.environ.get(SWEPT_KEYS, "").split())
-    folder = folder_of(Path(settings.runtime.output_dir), name, digest(config))
+    words = list(settings.overrides.task)
     number, total = int(OmegaConf.select(settings, "job.num", default=0)) + 1, os.environ.get(NUM_POINTS, "?")
-    before = is_finished(folder)
+    root = Path(settings.runtime.output_dir)
+    name, folder = "point", root / f"point-{digest(config)}"
     try:
+        overrides = parse_overrides(words)
+        name = point_name(overrides, os.environ.get(SWEPT_KEYS, "").split())
+        folder = folder_of(root, name, digest(config))
+        before = is_finished(folder)
         with samples_bar(Console(stderr=True)) as bar:
             points = bar.add_task("points", total=int(total) if total.isdigit() else None, completed=number - 1)
             task = bar.add_task(name, total=None)
@@ -57,7 +59,7 @@ def run_sweep_point(config: Any) -> float | None:
         shown = str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
         log.error("point %s of %s, %s: failed, the others go on: %s", number, total, name, shown)
         return None
-    score = score_of(summarise(records))
+    score = score_of(read_summary(folder, records))
     log.info("point %s of %s, %s: %s%s", number, total, name, _said(score), ", measured before" if before else "")
     return score
 
@@ -72,6 +74,8 @@ def score_of(summary: dict[str, Any]) -> float | None:
         and summary["variants"][s["variant"]]["kind"] == "engine"
         and summary["variants"][s["variant"]]["lossless"]
     ]
+    if any(own["num_drafter_errors"] for own in summary["variants"].values()):
+        return None  # a drafter that fails is not the fastest
     return max(medians, default=None)
 
 
@@ -82,19 +86,13 @@ def _said(score: float | None) -> str:
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:
     """Return what a job's overrides set, as dotted key -> value; Hydra's own keys and deletions left out."""
     found: dict[str, Any] = {}
-    for word in words:
-        key, sign, value = word.partition("=")
-        key = key.lstrip("+")
-        if sign and not key.startswith(("hydra", "~")):
-            found[key] = OmegaConf.create({"v": None}) if value == "" else _value(value)
+    for override in OverridesParser.create().parse_overrides(list(words)):
+        key = override.key_or_group
+        if not override.is_delete() and key.partition(".")[0].partition("/")[0] != "hydra":
+            value = override.value()
+            plain = value is None or isinstance(value, int | float | str | list | dict)
+            found[key] = value if plain else str(value)
     return found
-
-
-def _value(text: str) -> Any:
-    """Return a value as YAML reads it."""
-    parsed = OmegaConf.to_container(OmegaConf.create(f"v: {text}"))
-    assert isinstance(parsed, dict)
-    return parsed["v"]
 
 
 def folder_of(root: Path, name: str, mark: str) -> Path:
@@ -107,7 +105,7 @@ def point_name(overrides: dict[str, Any], swept: Sequence[str] = ()) -> str:
     """Return a name for people, of the swept keys if they are known; `digest` keeps two apart that are called alike."""
     parts = []
     for key, value in overrides.items():
-        if key not in _NO_PART and (not swept or key in swept):
+        if key not in UNMEASURED and (not swept or key in swept):
             text = Path(str(value)).name if "/" in str(value) else str(value)
             parts.append(f"{key.rpartition('.')[2]}={text[:_MOST_VALUE]}")
     return re.sub(r"[^\w.,=+-]+", "_", ",".join(parts))[:_MOST_NAME] or "point"
@@ -115,6 +113,5 @@ def point_name(overrides: dict[str, Any], swept: Sequence[str] = ()) -> str:
 
 def digest(config: Any) -> str:
     """Return a few characters that differ between configs that measure different things."""
-    kept = {k: v for k, v in OmegaConf.to_container(config, resolve=True).items() if k not in _NO_PART}
-    text = json.dumps(kept, sort_keys=True, default=str)
+    text = json.dumps(measured_part(config), sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()[:_DIGEST]

@@ -6,90 +6,126 @@ import json
 import os
 import shlex
 import sys
+import time
 from math import prod
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 from filelock import FileLock, Timeout
+from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.experimental.callback import Callback
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
-from specdec.errors import InputError
+from specdec.errors import InputError, SpecdecError
+from specdec.eval.atomic import write_text
+from specdec.eval.entry import print_error
 from specdec.eval.records import ERROR, RECORDS, SUMMARY, read_records
 from specdec.eval.sweep_point import NUM_POINTS, SWEPT_KEYS, score_of
 
 _LOCK, _SWEEP = ".sweep.lock", "sweep.json"
+_MEASURED = "measured"  # what is said of a point that was
 
 
 class SweepWatch(Callback):
-    """Hydra tells it when a sweep, or a single point, begins and ends."""
+    """Hydra tells it when a sweep, or a single point, begins and ends.
+
+    Hydra warns of exceptions here and goes on without what they kept from happening; so none leaves.
+    """
 
     # Of the class, not of the object, which launchers send to other processes.
     failed: ClassVar[bool] = False  # a point of this process's sweep
     _lock: ClassVar[FileLock | None] = None
+    _begun_s: ClassVar[float] = 0.0
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
-        self._begin(config, Path(config.hydra.run.dir), {})
+        self._begin(config, Path(config.hydra.run.dir))
 
     def on_run_end(self, config: DictConfig, **_: Any) -> None:
-        self._end(Path(config.hydra.run.dir))
+        self._end(config, Path(config.hydra.run.dir))
 
     def on_multirun_start(self, config: DictConfig, **_: Any) -> None:
-        self._begin(config, Path(config.hydra.sweep.dir), grid_of(config))
+        self._begin(config, Path(config.hydra.sweep.dir))
 
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
-        self._end(Path(config.hydra.sweep.dir))
+        self._end(config, Path(config.hydra.sweep.dir))
 
-    def _begin(self, config: DictConfig, folder: Path, grid: dict[str, int]) -> None:
-        console = Console(stderr=True)
+    def _begin(self, config: DictConfig, folder: Path) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            SweepWatch._lock = FileLock(folder / _LOCK, timeout=0)
-            SweepWatch._lock.acquire()
             self._take(config, folder)
+            grid = grid_of(config) if config.hydra.mode == RunMode.MULTIRUN else {}
+            os.environ[SWEPT_KEYS] = " ".join(grid)
+            os.environ[NUM_POINTS] = "?" if _has_rounds(config) else str(prod(grid.values()))
+            done = sum(_state(path) == _MEASURED for path in points_of(folder))
         except Timeout:
-            console.print(f"[red]error:[/red] another sweep writes into {folder}; give another name=", highlight=False)
-            sys.exit(2)
-        except (OSError, InputError) as error:
-            console.print(f"[red]error:[/red] {error}", highlight=False)
-            sys.exit(2)
-        os.environ[SWEPT_KEYS] = " ".join(grid)
-        os.environ[NUM_POINTS] = "?" if OmegaConf.select(config, "hydra.sweeper.grids") else str(prod(grid.values()))
-        done = sum(_state(path) == "measured" for path in points_of(folder))
+            _refuse(f"another sweep writes into {folder}; give another hydra.sweep.dir or name=")
+        except OSError as error:
+            _refuse(f"{folder} cannot be written ({error}); give another hydra.sweep.dir or name=")
+        except Exception as error:
+            _refuse(str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}")
         if done:
-            console.print(
-                f"{folder} holds {done} finished points: those of this sweep are not run again", highlight=False
-            )
+            _say(f"{folder} holds {done} finished points: those of this sweep are not run again", stderr=True)
 
     def _take(self, config: DictConfig, folder: Path) -> None:
-        """Write what a folder is for; refuse one that is for something else."""
-        mine = {"name": config.get("name"), "question": config.get("question")}
-        path = folder / _SWEEP
-        if path.exists():
-            theirs = json.loads(path.read_text())
-            if theirs != mine:
-                raise InputError(
-                    f"{folder} is of the sweep {theirs.get('name')!r} ({theirs.get('question')}), this is "
-                    f"{mine['name']!r} ({mine['question']}); give another hydra.sweep.dir or name="
-                )
-        path.write_text(json.dumps(mine, indent=1))
+        """Lock a folder and write what it is for; refuse one that is for something else."""
+        folder.mkdir(parents=True, exist_ok=True)
+        SweepWatch._lock = FileLock(folder / _LOCK, timeout=0)
+        SweepWatch._lock.acquire()
+        SweepWatch._begun_s = time.time()
+        name, path = config.get("name"), folder / _SWEEP
+        try:
+            found = json.loads(path.read_text())
+            theirs = found.get("name", name)
+        except (OSError, ValueError, AttributeError):
+            theirs = name  # there is none, or what a full disk left of it
+        if theirs != name:
+            raise InputError(
+                f"{folder} is of the sweep {theirs!r}, this is {name!r}; give another hydra.sweep.dir or name="
+            )
+        write_text(path, json.dumps({"name": name, "question": config.get("question")}, indent=1))
 
-    def _end(self, folder: Path) -> None:
-        console = Console()
-        table = Table(title=str(folder), box=None, pad_edge=False)
-        for column in ("point", "state", "best speedup"):
-            table.add_column(column, justify="right" if column == "best speedup" else "left", overflow="fold")
-        for path in points_of(folder):
-            state = _state(path)
-            SweepWatch.failed |= state.startswith("failed")
-            table.add_row(path.name, state, _speed(path))
-        console.print(table)
-        console.print(f"read it: specdec report {folder}", highlight=False)
-        if self._lock is not None:
-            self._lock.release()
+    def _end(self, config: DictConfig, folder: Path) -> None:
+        try:
+            points = points_of(folder)
+            table = Table(title=Text(str(folder)), box=None, pad_edge=False)
+            for column in ("point", "state", "best speedup"):
+                table.add_column(column, justify="right" if column == "best speedup" else "left", overflow="fold")
+            for path in points:
+                table.add_row(Text(path.name), Text(_state(path)), _speed(path))
+            Console().print(table)
+            _say(f"read it: specdec report {folder}")
+            bad = [path for path in points if _state(path) != _MEASURED and _changed_s(path) >= SweepWatch._begun_s]
+            # Where settings compete, one that does not run here has lost; that is what was to be found out.
+            SweepWatch.failed = bool(bad) and (not _has_rounds(config) or len(bad) == len(points))
+        except Exception as error:
+            SweepWatch.failed = True
+            print_error(f"what became of the sweep cannot be told: {type(error).__name__}: {error}")
+        finally:
+            if SweepWatch._lock is not None:
+                SweepWatch._lock.release()
+
+
+def _refuse(message: str) -> NoReturn:
+    print_error(message)
+    sys.exit(2)
+
+
+def _say(message: str, stderr: bool = False) -> None:
+    Console(stderr=stderr).print(Text(message), soft_wrap=True)
+
+
+def _has_rounds(config: DictConfig) -> bool:
+    """Tell whether the sweeper chooses among settings and therefore has no fixed number of points."""
+    return OmegaConf.select(config, "hydra.sweeper.rungs") is not None
+
+
+def _changed_s(folder: Path) -> float:
+    """Return when a point's folder last changed."""
+    return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
 
 
 def grid_of(config: DictConfig) -> dict[str, int]:
@@ -98,12 +134,10 @@ def grid_of(config: DictConfig) -> dict[str, int]:
     words = [f"{key}={value}" for key, value in params.items()]
     for grid in OmegaConf.select(config, "hydra.sweeper.grids") or []:
         words += shlex.split(grid)
-    last = {o.get_key_element(): o for o in OverridesParser.create().parse_overrides([*words, *_given(config)])}
-    return {key.lstrip("+"): len(list(o.sweep_iterator())) for key, o in last.items() if o.is_sweep_override()}
-
-
-def _given(config: DictConfig) -> list[str]:
-    return list(config.hydra.overrides.task)
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    given = OverridesParser.create(config_loader=loader).parse_overrides([*words, *config.hydra.overrides.task])
+    last = {override.key_or_group: override for override in given}
+    return {key: len(list(o.sweep_string_iterator())) for key, o in last.items() if o.is_sweep_override()}
 
 
 def points_of(folder: Path) -> list[Path]:
@@ -119,7 +153,7 @@ def _state(folder: Path) -> str:
         except (OSError, ValueError, KeyError):
             return "failed"
     try:
-        return "measured" if read_records(folder / RECORDS).end is not None else "begun"
+        return _MEASURED if read_records(folder / RECORDS).end is not None else "begun"
     except InputError as error_of_it:
         return f"failed: {error_of_it}"
 

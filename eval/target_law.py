@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from specdec.eval.goodness_of_fit import LEAST_EXPECTED
+from specdec.eval.goodness_of_fit import log_moments
 
 Path = tuple[int, ...]  # tokens after the prompt
 NUM_GROUPS = 64  # of the vocabulary, by token id modulo this
+_LEAST_EXPECTED = 5.0  # draws of a path that is a cell of its own
 _BATCH = 64
 
 
@@ -22,7 +23,7 @@ class NextToken:
     """What the target says of the token after one path."""
 
     mean: float  # of log p over the distribution
-    variance: float
+    moments: Tensor  # `log_moments` of the distribution
     groups: Tensor  # [NUM_GROUPS] float64: mass of each group of tokens
     drawn: dict[int, tuple[float, float]] = field(default_factory=dict)  # token -> (p, mass of all likelier tokens)
 
@@ -89,12 +90,11 @@ def _read(
     logs = scores.log_softmax(dim=-1)
     probs = logs.exp()
     finite = logs.clamp_min(torch.finfo(logs.dtype).min)  # a forbidden token has probability 0 and adds nothing
-    means = (probs * finite).sum(dim=-1)
-    variances = (probs * (finite - means[:, None]).square().nan_to_num(posinf=0.0)).sum(dim=-1)
+    means, moments = (probs * finite).sum(dim=-1), log_moments(logs)
     group_of = torch.arange(probs.shape[1]) % NUM_GROUPS
     groups = probs.new_zeros(len(paths), NUM_GROUPS).index_add_(1, group_of, probs)
     for i, path in enumerate(paths):
-        found = law.after[path] = NextToken(float(means[i]), float(variances[i]), groups[i])
+        found = law.after[path] = NextToken(float(means[i]), moments[i], groups[i])
         for token in drawn.get(path, ()):
             p = probs[i, token]
             likelier = probs[i] > p
@@ -102,7 +102,7 @@ def _read(
             found.drawn[token] = float(p), float(probs[i][likelier].sum())
         mass = law.mass.get(path)
         if mass is not None:
-            often = (probs[i] * (mass * num_samples) >= LEAST_EXPECTED).nonzero()[:, 0].tolist()
+            often = (probs[i] * (mass * num_samples) >= _LEAST_EXPECTED).nonzero()[:, 0].tolist()
             law.children[path] = {token: mass * float(probs[i, token]) for token in often}
             law.mass |= {(*path, token): own for token, own in law.children[path].items()}
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from omegaconf import OmegaConf
 
 from specdec.api import LLM
-from specdec.errors import ConfigError
+from specdec.build import named_drafter
+from specdec.errors import ConfigError, SpecdecError
+from specdec.eval.comparison import check_beside
 from specdec.eval.llm_options import llm_options
 from specdec.eval.peers import Peer, PeerAbsent, build_peer
 from specdec.eval.peers.interface import wait_for
@@ -20,6 +23,10 @@ from specdec.interfaces import SamplingParams
 from specdec.repetition import first_repeat
 from specdec.running import run
 
+# Settings that say how drafts are made: the undrafted engine has none of them, lest it pays for a policy.
+_OF_DRAFTING = ("drafter", "drafter_options", "verifier", "verifier_options")
+_OF_DRAFT_LENGTH = ("max_draft_tokens", "draft_length", "confidence_threshold")
+
 
 class Variant(Protocol):
     """One of them."""
@@ -27,16 +34,17 @@ class Variant(Protocol):
     @property
     def info(self) -> VariantInfo: ...
 
+    @property
+    def remembers(self) -> bool:
+        """True if what one answer came to decides on how the next is drafted."""
+        ...
+
     def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
         """Return one answer per prompt, run together; `cases` are the prompts' numbers."""
         ...
 
     def reset(self) -> None:
         """Forget what was learned from answers: the next ones may be to the same prompts."""
-        ...
-
-    def close(self) -> None:
-        """Give back what it holds."""
         ...
 
 
@@ -48,58 +56,69 @@ class EngineVariant:
     llm: LLM
     options: dict[str, Any]  # temperature, seed and ignore_eos
 
+    @property
+    def remembers(self) -> bool:
+        engine = self.llm.engine
+        return engine.draft_length.remembers or getattr(engine.drafter, "remembers", False)
+
     def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
+        device = self.llm.model.device
         options = {**self.options, "max_new_tokens": max_new_tokens}
+        wait_for(device)
+        start = time.perf_counter()
         jobs = [self.llm.job("eval", prompt, 0, True, options)[0] for prompt in prompts]
         engine = self.llm.refresh()
         before = engine.trace
         engine.trace = log = StepLog(before)
-        wait_for(self.llm.model.device)
-        start = time.perf_counter()
         try:
             requests = run(engine, jobs)
-            wait_for(self.llm.model.device)
+            wait_for(device)
         finally:
             engine.trace = before
-        records = []
-        for case, request, steps in zip(cases, requests, log.steps(), strict=True):
-            stats, ids = request.stats, list(request.new_tokens)
-            records.append(
-                RequestRecord(
-                    case=case,
-                    token_ids=ids,
-                    finish_reason=request.finish_reason or "abort",
-                    emissions=[[at - start, count] for at, count in stats.emissions],
-                    steps=steps,
-                    prefill_s=stats.prefill_s,
-                    draft_s=stats.draft_s,
-                    verify_s=stats.verify_s,
-                    other_s=stats.other_s,
-                    cut=first_repeat(ids),
-                )
-            )
-            ours = records[-1].stats()
-            for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "reached_at"):
-                assert getattr(ours, name) == getattr(stats, name), f"{name} of the steps is not the engine's"
-        return records
+        return [
+            _record(case, request, steps, start)
+            for case, request, steps in zip(cases, requests, log.steps(), strict=True)
+        ]
 
     def reset(self) -> None:
-        engine = self.llm.engine
-        engine.drafter.reset()
-        for cache in (engine.target.cache, getattr(engine.drafter, "own_cache", None)):
-            if cache is not None:
-                cache.forget_prefixes()
-
-    def close(self) -> None: ...
+        self.llm.engine.reset()
 
 
-@dataclass(frozen=True, slots=True)
+def _record(case: int, request: Any, steps: list[list[int]], start: float) -> RequestRecord:
+    stats, ids = request.stats, list(request.new_tokens)
+    record = RequestRecord(
+        case=case,
+        token_ids=ids,
+        finish_reason=request.finish_reason or "abort",
+        emissions=[[at - start, count] for at, count in stats.emissions],
+        steps=steps,
+        prefill_s=stats.prefill_s,
+        draft_s=stats.draft_s,
+        verify_s=stats.verify_s,
+        other_s=stats.other_s,
+        cut=first_repeat(ids),
+        num_drafter_errors=stats.num_drafter_errors,
+    )
+    ours = record.stats()
+    for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "reached_at"):
+        assert getattr(ours, name) == getattr(stats, name), f"{name} of the steps is not the engine's"
+    return record
+
+
+@dataclass(slots=True)
 class PeerVariant:
     """Another library's engine."""
 
-    info: VariantInfo
     peer: Peer
-    counts: Sequence[int | None]  # by case: how many tokens it is asked for
+    counts: Sequence[int | None] = ()  # by case: how many tokens it is asked for
+
+    @property
+    def info(self) -> VariantInfo:
+        return self.peer.info
+
+    @property
+    def remembers(self) -> bool:
+        return False
 
     def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
         counts = [min(self.counts[case] or max_new_tokens, max_new_tokens) for case in cases]
@@ -110,67 +129,110 @@ class PeerVariant:
 
     def reset(self) -> None: ...
 
-    def close(self) -> None:
-        self.peer.close()
+
+@dataclass(slots=True)
+class Variants:
+    """All of a point, the undrafted engine first, and those that are absent, with reasons. Closes its peers."""
+
+    found: list[Variant] = field(default_factory=list)
+    absent: list[dict[str, str]] = field(default_factory=list)
+    _held: ExitStack = field(default_factory=ExitStack)
+
+    def __enter__(self) -> Variants:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._held.close()
+
+    @property
+    def infos(self) -> list[VariantInfo]:
+        return [variant.info for variant in self.found]
+
+    def add(self, variant: Variant) -> None:
+        if isinstance(variant, PeerVariant):
+            self._held.callback(variant.peer.close)
+        self.check_name(variant.info.name)
+        self.found.append(variant)
+
+    def check_name(self, name: str) -> None:
+        """Raise ConfigError if there is a variant of this name already."""
+        if any(info.name == name for info in self.infos):
+            raise ConfigError(f"this run has two variants called {name!r}; give the one in beside another name")
+
+    def expect(self, counts: Sequence[int | None]) -> None:
+        """Tell peers how many tokens to give, by case."""
+        for variant in self.found:
+            if isinstance(variant, PeerVariant):
+                variant.counts = counts
 
 
-def build_variants(base: LLM, config: Any, counts: Sequence[int | None]) -> tuple[list[Variant], list[dict[str, str]]]:
-    """Return the variants of a config, the undrafted engine first, and the peers that are absent, with reasons.
+def build_variants(base: LLM, config: Any) -> Variants:
+    """Return the variants of a config; a drafter under `beside` or a peer that does not fit the target is absent.
 
     Args:
         base: the undrafted target.
         config: of the comparison.
-        counts: by case, how many tokens peers are asked for.
 
     Raises:
         ConfigError: two have one name, or one cannot be built.
     """
+    variants = Variants()
+    try:
+        _add_engines(variants, base, config)
+        for name in config.peers:
+            variants.check_name(str(name))
+            try:
+                variants.add(PeerVariant(_peer(str(name), base, config)))
+            except PeerAbsent as error:
+                variants.absent.append({"name": str(name), "reason": str(error)})
+    except BaseException:
+        variants._held.close()
+        raise
+    return variants
+
+
+def _add_engines(variants: Variants, base: LLM, config: Any) -> None:
     sampling = {"temperature": config.temperature, "seed": config.seed}
-    options = llm_options(config) | {"dtype": None}
-    plain = {k: v for k, v in options.items() if not k.startswith(("drafter", "verifier"))}
     how = {**sampling, "ignore_eos": config.ignore_eos}
-    found: list[Variant] = [EngineVariant(_info(BASELINE, base, plain, plain, sampling), base, how)]
+    options = {k: v for k, v in llm_options(config).items() if k != "dtype"}
+    plain = {k: v for k, v in options.items() if k not in (*_OF_DRAFTING, *_OF_DRAFT_LENGTH)}
 
     def add(name: str, own: dict[str, Any]) -> None:
-        if any(variant.info.name == name for variant in found):
-            raise ConfigError(f"beside.{name}: this run has a variant of this name already; give it another")
         llm = LLM(base.model, tokenizer=base.tokenizer, **own)
-        found.append(EngineVariant(_info(name, llm, own, plain, sampling), llm, how))
+        variants.add(EngineVariant(_info(name, llm, own, plain, sampling), llm, how))
 
+    add(BASELINE, plain)
     if config.control:
         add(CONTROL, plain)
     drafter = str(options.get("drafter", "none"))
     if drafter != "none":
         add(drafter, options)
     for name, settings in (OmegaConf.to_container(config.beside, resolve=True) or {}).items():
-        _beside(str(name), settings or {}, options, add)
-    absent = []
-    for name in config.peers:
+        variants.check_name(str(name))
+        own = _beside(str(name), settings or {}, options)
+        named_drafter(own["drafter"], own["drafter_options"])  # a name that nobody has is an error, not an absence
         try:
-            peer = _peer(str(name), base, config)
-        except PeerAbsent as error:
-            absent.append({"name": str(name), "reason": str(error)})
-        else:
-            found.append(PeerVariant(peer.info, peer, counts))
-    return found, absent
+            add(str(name), own)
+        except SpecdecError as error:
+            variants.absent.append({"name": str(name), "reason": str(error)})
 
 
-def _beside(
-    name: str, settings: dict[str, Any], options: dict[str, Any], add: Callable[[str, dict[str, Any]], None]
-) -> None:
-    """Add a variant that is described by how it differs; its drafter is that of its name unless it says another."""
-    if not isinstance(settings, dict):
-        raise ConfigError(f"beside.{name}={settings!r}; allowed: settings such as max_draft_tokens: 4, or nothing")
+def _beside(name: str, settings: dict[str, Any], options: dict[str, Any]) -> dict[str, Any]:
+    """Return the settings of a variant that is described by how it differs.
+
+    Its drafter is that of its name unless it says another; whatever else it does not name is the config's.
+    """
+    check_beside(name, settings)
     own = dict(options) | {"drafter": name, "drafter_options": {}}
     if "drafter" in settings and settings["drafter"] == options.get("drafter"):
         own["drafter_options"] = options.get("drafter_options") or {}
     if settings.get("verifier", options.get("verifier")) != options.get("verifier"):
         own["verifier_options"] = {}
-    add(name, own | settings)
+    return own | settings
 
 
 def _peer(name: str, base: LLM, config: Any) -> Peer:
-    peer = build_peer(
+    return build_peer(
         name,
         base,
         source=config.target.name,
@@ -178,17 +240,16 @@ def _peer(name: str, base: LLM, config: Any) -> Peer:
         seed=config.seed,
         num_draft_tokens=OmegaConf.select(config, "engine.max_draft_tokens"),
         draft_model=config.drafter.options.get("model") if config.drafter.name == "draft_model" else None,
+        batch_size=config.batch_size,
     )
-    if config.batch_size > peer.max_batch:
-        peer.close()
-        raise PeerAbsent(f"takes {peer.max_batch} prompts at once, batch_size is {config.batch_size}")
-    return peer
 
 
 def _info(name: str, llm: LLM, own: dict[str, Any], plain: dict[str, Any], sampling: dict[str, Any]) -> VariantInfo:
     engine = llm.engine
     rule = engine.verifiers.of(SamplingParams(**sampling), engine.drafter.samples)
-    differing = {k: v for k, v in own.items() if k not in ("drafter", "verifier") and v and v != plain.get(k)}
-    most = engine.config.max_draft_tokens if engine.drafter.name != "none" else 0
+    drafts = engine.drafter.name != "none"
+    differing = {k: v for k, v in own.items() if k not in ("drafter", "verifier") and v != plain.get(k) and v != {}}
     options = {k: str(v) if not isinstance(v, int | float | str | dict | list) else v for k, v in differing.items()}
-    return VariantInfo(name, "engine", engine.drafter.name, rule.name, rule.lossless, most, options)
+    most = engine.config.max_draft_tokens if drafts else 0
+    lossless = rule.lossless or not drafts
+    return VariantInfo(name, "engine", engine.drafter.name, rule.name, lossless, most, options)

@@ -23,7 +23,9 @@ def command_of(config: Any) -> str:
     Args:
         config: with the groups target, drafter, verifier and engine.
     """
-    groups: dict[str, Any] = OmegaConf.to_container(config, resolve=True)
+    groups: dict[str, Any] = {
+        name: OmegaConf.to_container(config[name], resolve=True) for name in ("target", "drafter", "verifier", "engine")
+    }  # not the whole: what is Hydra's own cannot be resolved outside of a job
     drafter, verifier = groups["drafter"], groups["verifier"]
     engine = _changed(groups["engine"])
     words = ["specdec", "generate", "--model", str(groups["target"]["name"])]
@@ -35,7 +37,9 @@ def command_of(config: Any) -> str:
     for name, value in engine.items():
         if name in _FLAGS:
             words += [_FLAGS[name], str(value)]
-    return f"  {shlex.join(words)} --prompt ...\n  specdec.LLM({_arguments(groups, engine)})"
+    unsaid = ", ".join(name for name in engine if name not in _FLAGS)
+    beside = f"   (without {unsaid}, for which the command has no option)" if unsaid else ""
+    return f"  {shlex.join(words)} --prompt ...{beside}\n  specdec.LLM({_arguments(groups, engine)})"
 
 
 def _changed(engine: dict[str, Any]) -> dict[str, Any]:

@@ -244,6 +244,25 @@ class Engine:
             del self._requests[request_id]
             self._news.pop(request_id, None)
 
+    def reset(self) -> None:
+        """Forget everything learned from past requests: by the drafter, the draft-length policy, the prefix caches.
+
+        Raises:
+            InputError: a request is unfinished.
+        """
+        self.target.claim()
+        if self.has_unfinished:
+            raise InputError(
+                f"{self.num_running + self.num_waiting} requests are unfinished; finish or forget them first"
+            )
+        self.drafter.reset()
+        self.draft_length.reset()
+        for cache in (self.target.cache, getattr(self.drafter, "own_cache", None)):
+            if cache is not None:
+                cache.forget_prefixes()
+        self._num_folded = 0
+        self._scheduler.forget_preemptions()
+
     def _retire(self, request: Request, reason: str) -> None:
         request.finish_reason = reason
         self._news[request.request_id] = request

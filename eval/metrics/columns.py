@@ -38,7 +38,7 @@ def check_level(level: float) -> float:
 
 
 def with_interval(name: str, value: float | None, pairs: Iterable[tuple[float, float]], level: float) -> dict[str, Any]:
-    """Return a sum over a sum under `name`, with the ends of its interval; None of one row, which says nothing.
+    """Return a sum over a sum under `name`, with the ends of its interval; None of few rows.
 
     Args:
         name: of the figure.
@@ -47,7 +47,7 @@ def with_interval(name: str, value: float | None, pairs: Iterable[tuple[float, f
         level: of the interval.
     """
     counted = [pair for pair in pairs if pair[1]]
-    low, high = micro_interval(counted, check_level(level)) if len(counted) > 1 else (None, None)
+    low, high = micro_interval(counted, check_level(level)) or (None, None)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
 
 

@@ -23,6 +23,7 @@ PEERS: dict[str, str] = {
     "openvino_prompt_lookup": "specdec.eval.peers.genai:build_prompt_lookup",
     "openvino_draft_model": "specdec.eval.peers.genai:build_draft_model",
 }
+_TAKE_BATCHES = ("transformers", "transformers_generate_batch")  # the others take one prompt at once
 
 
 def build_peer(
@@ -34,6 +35,7 @@ def build_peer(
     seed: int | None,
     num_draft_tokens: int | None,
     draft_model: str | None = None,
+    batch_size: int = 1,
 ) -> Peer:
     """Return a peer, loaded.
 
@@ -45,15 +47,18 @@ def build_peer(
         seed: of the sampling; each library draws in its own way.
         num_draft_tokens: per step; None = the peer's own default.
         draft_model: for peers with one, as the option `model` of the drafter "draft_model"; or a .gguf file.
+        batch_size: most prompts of one run; a peer that takes fewer is not loaded.
 
     Raises:
-        PeerAbsent: its package is not installed, or it cannot run this target.
+        PeerAbsent: its package is not installed, or it cannot run this target or so many prompts at once.
         ConfigError: there is no such peer.
     """
     if name not in PEERS:
         close = difflib.get_close_matches(name, PEERS, n=1)
         hint = f" did you mean {close[0]!r}?" if close else ""
         raise ConfigError(f"unknown peer {name!r};{hint} available: {', '.join(PEERS)}")
+    if batch_size > 1 and name not in _TAKE_BATCHES:
+        raise PeerAbsent(f"takes one prompt at once, batch_size is {batch_size}")
     module, _, attribute = PEERS[name].partition(":")
     build: Any = getattr(importlib.import_module(module), attribute)
     built: Peer = build(name, PeerSettings(llm, source, temperature, seed, num_draft_tokens, draft_model))

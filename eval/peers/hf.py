@@ -6,6 +6,7 @@ import copy
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from specdec.errors import SpecdecError
 from specdec.eval.peers.interface import PeerAbsent, PeerAnswer, PeerSettings, cut_to, wait_for
 from specdec.eval.records import VariantInfo
 
+ASSISTANT_TOKENS = 20  # generate()'s own default
 LOOKUP_TOKENS = 10  # what transformers' documentation gives prompt lookup; it has no default
 _PAD = 0
 _PROBE = ([1, 2, 3], 3)  # prompt, new tokens
@@ -122,19 +124,24 @@ def build_assisted(name: str, settings: PeerSettings) -> TransformersPeer:
     """
     draft = find_draft_model(settings)
     config = draft.generation_config
-    if settings.num_draft_tokens is not None:
-        # Only here: generate() takes it from the assistant's own config. The default is 20 at most.
-        config.num_assistant_tokens, config.num_assistant_tokens_schedule = settings.num_draft_tokens, "constant"
+    count = ASSISTANT_TOKENS if settings.num_draft_tokens is None else settings.num_draft_tokens
+    # Only here: generate() takes it from the assistant's own config.
+    config.num_assistant_tokens, config.num_assistant_tokens_schedule = count, "constant"
     named = settings.draft_model or "the one that ships for the target"
     info = VariantInfo(
         name,
         "peer",
-        max_draft_tokens=config.num_assistant_tokens,
+        max_draft_tokens=count,
         options={"assistant_model": named},
         note=f"draft model: {named}, the same weights as the drafter draft_model runs; drafts end early where it is "
-        "unsure (assistant_confidence_threshold, at its default)",
+        f"unsure (assistant_confidence_threshold: {_threshold()})",
     )
     return _probed(name, settings, info, {"assistant_model": draft}, 1)
+
+
+def _threshold() -> str:
+    """Return in words what generate() does with its threshold, which depends on what is installed."""
+    return "0.4 at first, then adapted with scikit-learn" if find_spec("sklearn") else "0.4, without scikit-learn"
 
 
 def find_draft_model(settings: PeerSettings, whole_head: bool = False) -> Any:

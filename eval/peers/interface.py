@@ -62,7 +62,9 @@ def import_peer(module: str, requirement: str) -> Any:
     try:
         return importlib.import_module(module)
     except Exception as error:  # a missing shared library raises OSError or RuntimeError
-        if isinstance(error, ModuleNotFoundError) and error.name == module:
+        if isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(
+            f"{error.name}."
+        ):  # a package, or one it is in
             raise PeerAbsent(f"{requirement} is not installed; pip install 'torch-specdec[peers]'") from error
         raise PeerAbsent(f"{requirement} cannot be imported ({type(error).__name__}): {error}") from error
 

@@ -7,7 +7,7 @@ from typing import Any
 from specdec.eval.records import BASELINE, CONTROL
 from specdec.eval.report.drawing import Picture, drawing, legend_above
 from specdec.eval.report.gather import Point
-from specdec.eval.report.looks import Looks, label
+from specdec.eval.report.looks import Looks, keeps_output, label
 from specdec.eval.report.speed_figures import by_category
 
 _LENGTH = "Acceptance length: tokens per target forward, the next token included; 1.0 is the undrafted engine."
@@ -68,7 +68,7 @@ def acceptance_by_position(point: Point, looks: Looks) -> Picture | None:
         ],
         columns=("variant", "lossless", "tree", "depth", *kinds),
         rows=[
-            (info.name, info.lossless, is_tree, depth, *pair)
+            (info.name, keeps_output(info), is_tree, depth, *pair)
             for info, is_tree, shares in drawn
             for depth, pair in enumerate(zip(shares["unconditional"], shares["conditional"], strict=True), 1)
         ],

@@ -14,15 +14,25 @@ _NAMES = {
 }
 
 
+def origin_of(found: dict[str, Any]) -> dict[str, Any]:
+    """Return the parts of a provenance.json that are what they should be: figures do not need it, people write it."""
+    kept: dict[str, Any] = {
+        name: found[name] for name in (*_NAMES, "time") if isinstance(found.get(name), str | int | float)
+    }
+    argv, versions, resumed = (found.get(name) for name in ("argv", "versions", "resumed"))
+    kept["argv"] = [str(word) for word in argv] if isinstance(argv, list) else []
+    kept["versions"] = {name: str(own) for name, own in versions.items()} if isinstance(versions, dict) else {}
+    others = resumed if isinstance(resumed, list) else []
+    kept["resumed"] = [origin_of(other | {"resumed": []}) for other in others if isinstance(other, dict)]
+    return kept
+
+
 def differences(origins: Sequence[dict[str, Any]]) -> list[str]:
-    """Return what differs between the sessions that measured, with the values, for example "the CPU: a; b"."""
-    sessions = [session for origin in origins for session in (origin, *origin.get("resumed", []))]
-    versions = sorted({name for session in sessions for name in session.get("versions") or {}})
+    """Return what differs between the sessions of `origin_of`, with the values, for example "the CPU: a; b"."""
+    sessions = [session for origin in origins for session in (origin, *origin["resumed"])]
+    versions = sorted({name for session in sessions for name in session["versions"]})
     values = [(text, [session.get(name) for session in sessions]) for name, text in _NAMES.items()]
-    values += [
-        (f"the version of {name}", [(session.get("versions") or {}).get(name) for session in sessions])
-        for name in versions
-    ]
+    values += [(f"the version of {name}", [session["versions"].get(name) for session in sessions]) for name in versions]
     return [f"{text}: {'; '.join(_distinct(seen))}" for text, seen in values if len(_distinct(seen)) > 1]
 
 

@@ -113,17 +113,32 @@ def mark_baseline(axes: Any, is_vertical: bool = False) -> None:
     (axes.axvline if is_vertical else axes.axhline)(1.0, color=INK, linewidth=1.2, linestyle="-", zorder=2)
 
 
-def legend_above(figure: Figure, axes: Any) -> None:
-    """Draw a legend above all axes, of what `axes` shows, in as many columns as there is room for."""
-    handles, labels = axes.get_legend_handles_labels()
+def legend_above(figure: Figure, *axes: Any) -> None:
+    """Draw a legend above all axes, of what any of `axes` shows, in as many columns as there is room for."""
+    handles: dict[str, Any] = {}
+    for one in axes:
+        handles |= {name: handle for handle, name in zip(*one.get_legend_handles_labels(), strict=True)} | handles
     if handles:
-        columns = max(1, _LEGEND_LETTERS // (max(map(len, labels)) + 6))
-        figure.legend(handles, labels, loc="outside upper left", ncols=min(columns, len(handles)))
+        columns = max(1, _LEGEND_LETTERS // (max(map(len, handles)) + 6))
+        figure.legend(handles.values(), handles, loc="outside upper left", ncols=min(columns, len(handles)))
+
+
+def whiskers(ratios: Sequence[dict[str, Any]]) -> list[list[float]]:
+    """Return how far intervals reach below and above their medians; no way where there is none."""
+    lows = [ratio["median"] if ratio.get("low") is None else ratio["low"] for ratio in ratios]
+    highs = [ratio["median"] if ratio.get("high") is None else ratio["high"] for ratio in ratios]
+    return [
+        [max(0.0, ratio["median"] - low) for ratio, low in zip(ratios, lows, strict=True)],
+        [max(0.0, high - ratio["median"]) for ratio, high in zip(ratios, highs, strict=True)],
+    ]
 
 
 def folded(names: Sequence[str], letters: int = 16) -> list[str]:
-    """Return names in lines short enough to stand beside an axis."""
-    return ["\n".join(textwrap.wrap(name, letters)) or name for name in names]
+    """Return names in lines short enough to stand beside an axis; they break at spaces and behind `_`, if they can."""
+    return [
+        "\n".join(line.replace("_ ", "_") for line in textwrap.wrap(name.replace("_", "_ "), letters)) or name
+        for name in names
+    ]
 
 
 @contextmanager

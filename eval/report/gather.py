@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import statistics
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,10 +12,23 @@ from typing import Any
 import yaml
 
 from specdec.errors import InputError
-from specdec.eval.records import CONFIG, ERROR, PROVENANCE, RECORDS, Records, VariantInfo, read_records
-from specdec.eval.report.differences import differences
+from specdec.eval.records import (
+    BASELINE,
+    CONFIG,
+    ERROR,
+    PROVENANCE,
+    RECORDS,
+    Records,
+    VariantInfo,
+    read_records,
+    without_halves,
+)
+from specdec.eval.report.differences import differences, origin_of
 from specdec.eval.summary import summarise
 
+# What figures of records that nobody foresaw may raise: such a point is listed, and the report goes on without it.
+ODD = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+_UNNAMED = "point"  # of a measurement that is no part of a sweep
 _HEADER_SETTINGS = ("target", "dtype", "batch_size", "max_new_tokens", "temperature")
 
 
@@ -43,8 +56,8 @@ class Point:
     def speedup(self, variant: str, kind: str = "decode") -> dict[str, Any] | None:
         """Return the speedup over the undrafted engine: `median`, `low`, `high`."""
         for entry in self.summary["speedups"]:
-            if entry["variant"] == variant and entry["over"] == "none":
-                found = entry[kind]
+            if entry["variant"] == variant and entry["over"] == BASELINE:
+                found: dict[str, Any] | None = entry[kind]
                 return None if found is None or found["median"] is None else found
         return None
 
@@ -75,21 +88,37 @@ class Gathered:
 
     points: list[Point] = field(default_factory=list)
     unused: list[Unused] = field(default_factory=list)
+    not_drawn: list[str] = field(default_factory=list)  # figures over all points that failed, a sentence each
 
     @property
     def warnings(self) -> list[str]:
         """What the reader must know before the figures, a sentence each."""
         unfinished = [point.label for point in self.points if not point.is_finished]
-        said = [f"Not finished, used as far as it goes: {_listed(unfinished)}."] if unfinished else []
+        said = [f"Not finished, used as far as it goes: {listed(unfinished)}."] if unfinished else []
+        said += [f"{p.label} is not complete: {p.records.doubt}." for p in self.points if p.records.doubt]
         if self.unused:
-            said.append(f"Not used: {_listed([str(entry.folder) for entry in self.unused])}.")
+            said.append(f"Not used: {listed([text_of(entry.folder) for entry in self.unused])}.")
         said += [f"The points differ in {what}." for what in differences([p.provenance for p in self.points])]
         shaky = [p.label for p in self.points if (p.summary.get("control") or {}).get("holds") is False]
         if shaky:
-            said.append(
-                f"The control differs from the baseline, so noise or order is in the figures: {_listed(shaky)}."
-            )
-        return said
+            said.append(f"The control differs from the baseline, so noise or order is in the figures: {listed(shaky)}.")
+        return said + self.not_drawn
+
+    def drop(self, point: Point, reason: str) -> None:
+        """Move a point to those that are not used.
+
+        Raises:
+            InputError: it was the last.
+        """
+        self.points.remove(point)
+        self.unused.append(Unused(point.folder, reason))
+        self.check()
+
+    def check(self) -> None:
+        """Raise InputError unless there is a point."""
+        if not self.points:
+            reasons = "; ".join(f"{text_of(entry.folder)}: {entry.reason}" for entry in self.unused)
+            raise InputError(f"there is nothing to report: {reasons}")
 
 
 def gather(runs: Sequence[Path]) -> Gathered:
@@ -109,10 +138,17 @@ def gather(runs: Sequence[Path]) -> Gathered:
             if folder.resolve() not in seen:
                 seen.add(folder.resolve())
                 _add(found, folder, run)
-    if not found.points:
-        reasons = "; ".join(f"{entry.folder}: {entry.reason}" for entry in found.unused)
-        raise InputError(f"there is nothing to report: {reasons}")
+    found.check()
+    _tell_trees(found.points)
     return found
+
+
+def _tell_trees(points: Sequence[Point]) -> None:
+    """Call a drafter's drafts trees in all points if they were trees in one: its rates then stay in one column."""
+    own = [(info.drafter or info.name, p.summary["variants"][info.name]) for p in points for info in p.variants]
+    trees = {drafter for drafter, figures in own if figures["tree"]}
+    for drafter, figures in own:
+        figures["tree"] = drafter in trees
 
 
 def _folders(run: Path) -> Iterator[Path]:
@@ -144,16 +180,18 @@ def _add(found: Gathered, folder: Path, run: Path) -> None:
         found.unused.append(Unused(folder, str(error)))
         return
     label = records.header.name
+    if label == _UNNAMED:
+        label = text_of(Path(folder.resolve().name)) or label
     if any(label == point.label for point in found.points):
-        label = f"{label} ({folder})"
-    config = _mapping(folder / CONFIG)
-    found.points.append(Point(folder, str(run), label, records, summary, config, _mapping(folder / PROVENANCE)))
+        label = f"{label} ({text_of(folder)})"
+    config, origin = _mapping(folder / CONFIG), origin_of(_mapping(folder / PROVENANCE))
+    found.points.append(Point(folder, text_of(run), label, records, summary, config, origin))
 
 
 def _summary(records: Records) -> dict[str, Any]:
     try:
         return summarise(records)
-    except (ArithmeticError, AssertionError, LookupError, TypeError, ValueError, statistics.StatisticsError) as error:
+    except ODD as error:
         raise InputError(f"its records do not fit together: {type(error).__name__}: {error}") from error
 
 
@@ -167,11 +205,17 @@ def _mapping(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
         value = json.loads(text) if path.suffix == ".json" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError):
+    except (OSError, RecursionError, ValueError, yaml.YAMLError):
         return {}
-    return value if isinstance(value, dict) else {}
+    return without_halves(value) if isinstance(value, dict) else {}
 
 
-def _listed(names: Sequence[str], most: int = 6) -> str:
+def text_of(path: Path) -> str:
+    """Return a path as text that can be written, whatever bytes it has."""
+    return os.fsencode(path).decode("utf-8", "replace")
+
+
+def listed(names: Sequence[str], most: int = 6) -> str:
+    """Return names in a row; they may hold commas."""
     rest = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + rest
+    return "; ".join(names[:most]) + rest

@@ -52,3 +52,8 @@ class Looks:
 def label(info: VariantInfo) -> str:
     """Return the name of a variant as every figure and table says it."""
     return info.name if info.lossless else f"{info.name} (LOSSY)"
+
+
+def keeps_output(info: VariantInfo) -> bool | None:
+    """Return whether a variant keeps the target's distribution; None of a peer, which may have other weights."""
+    return None if info.kind == "peer" and info.lossless else info.lossless

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from specdec.eval.records import BASELINE, CONTROL, Header, Machine
-from specdec.eval.report.drawing import Picture, drawing, legend_above
+from specdec.eval.report.drawing import Picture, drawing, legend_above, whiskers
 from specdec.eval.report.gather import Point
-from specdec.eval.report.looks import INK, MUTED, PAGE, Looks, label
+from specdec.eval.report.looks import INK, MUTED, PAGE, Looks, keeps_output, label
 from specdec.eval.report.steps import StepCost, machine_of, predicted_speedup, step_cost
 from specdec.eval.report.time_figures import log_axis
 
 _CONTEXT_TOKENS = 128  # before the forwards of `Machine.step_times`
+_DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2}
 
 
 def verify_cost(point: Point, looks: Looks) -> Picture | None:
@@ -20,8 +22,9 @@ def verify_cost(point: Point, looks: Looks) -> Picture | None:
     machine = point.records.machine
     if machine is None or not machine.step_times:
         return None
-    ours = [(row["rows"], 1e3 * row["runner_s"]) for row in machine.step_times]
-    theirs = [(row["rows"], 1e3 * row["transformers_s"]) for row in machine.step_times if row.get("transformers_s")]
+    table = sorted(machine.step_times, key=lambda row: row["rows"])
+    ours = [(row["rows"], 1e3 * row["runner_s"]) for row in table]
+    theirs = [(row["rows"], 1e3 * row["transformers_s"]) for row in table if row.get("transformers_s")]
     costs = _costs(point)
     with drawing(3.5) as (figure, axes):
         axes.plot(*zip(*ours, strict=True), color=INK, marker=".", linewidth=1.5, label="engine, alone")
@@ -35,11 +38,13 @@ def verify_cost(point: Point, looks: Looks) -> Picture | None:
         axes.set_ylabel("ms")
         legend_above(figure, axes)
     first, last = ours[0], ours[-1]
+    falls = [f"t({m1:g}) is below t({m0:g})" for (m0, t0), (m1, t1) in pairwise(ours) if t1 < t0]
     return Picture(
         key="verify-cost",
         title="Cost of verification, t(M)",
-        text=f"A rising curve: a forward of {first[0]:g} rows takes {first[1]:.3g} ms, one of {last[0]:g} rows "
-        f"{last[1]:.3g} ms, {last[1] / first[1]:.2f} times as long.",
+        text=("A curve that falls in places" if falls else "A rising curve")
+        + f": a forward of {first[0]:g} rows takes {first[1]:.3g} ms, one of {last[0]:g} rows {last[1]:.3g} ms, "
+        f"{last[1] / first[1]:.2f} times as long.",
         notes=[
             f"Lines: one forward of M rows after {_CONTEXT_TOKENS} tokens, measured alone. Markers: mean rows of the "
             "forwards of each variant, and their mean time with the verifier, in the run itself.",
@@ -49,6 +54,7 @@ def verify_cost(point: Point, looks: Looks) -> Picture | None:
         + [("transformers", *row) for row in theirs]
         + [(name, cost.num_rows, 1e3 * cost.verify_s) for name, cost in costs.items()],
         figure=figure,
+        findings=[f"{'; '.join(falls)}: the measurement is noisy there."] if falls else [],
     )
 
 
@@ -57,8 +63,10 @@ def roofline(point: Point, looks: Looks) -> Picture | None:
     header, machine = point.records.header, point.records.machine
     if machine is None or not (machine.read_bandwidth_bytes_per_s and machine.weight_bytes_per_step):
         return None
-    alone = [_achieved(header, machine, row["rows"], row["runner_s"]) for row in machine.step_times]
-    run = [(name, *_achieved(header, machine, c.num_rows, c.verify_s)) for name, c in _costs(point).items()]
+    alone = [_achieved(header, machine, row["rows"], 1, row["runner_s"]) for row in machine.step_times]
+    run = [
+        (name, *_achieved(header, machine, c.num_rows, c.num_requests, c.verify_s)) for name, c in _costs(point).items()
+    ]
     intensities = [x for x, _ in alone] + [x for _, x, _ in run]
     if not intensities:
         return None
@@ -88,8 +96,9 @@ def roofline(point: Point, looks: Looks) -> Picture | None:
         + "; ".join(f"{name} {share:.0%}" for name, share in shares)
         + ".",
         notes=[
-            "A forward of M rows computes 2 x parameters x M floating-point operations and reads the weights once and "
-            f"the KV of {_CONTEXT_TOKENS} tokens. The roof is the read bandwidth, and the FLOP/s beyond its corner.",
+            "A forward of M rows computes 2 x parameters x M floating-point operations, an input embedding of its own "
+            f"not counted, and reads the weights once and the KV of {_CONTEXT_TOKENS} tokens for each request that "
+            "runs. The roof is the read bandwidth, and the FLOP/s beyond its corner.",
             "Left of the corner a row more costs next to nothing: that is what drafting lives on.",
         ],
         columns=("what", "flop_per_byte", "flop_per_s", "roof_flop_per_s"),
@@ -117,12 +126,11 @@ def predictions(points: Sequence[Point], looks: Looks) -> Picture | None:
                     style = looks.line(info) | {"linestyle": "none", "capsize": 2, "elinewidth": 1}
                     median, low, high = (measured[key] for key in ("median", "low", "high"))
                     named = {} if label(info) in known else {"label": label(info)}
-                    ends = [[max(0.0, median - low)], [max(0.0, high - median)]]
-                    axes.errorbar(predicted, median, ends, **style, **named)
-                    rows.append((point.label, label(info), info.lossless, predicted, median, low, high))
+                    axes.errorbar(predicted, median, whiskers([measured]), **style, **named)
+                    rows.append((point.label, label(info), keeps_output(info), predicted, median, low, high))
         if not rows:
             return None
-        most = 1.08 * max(1.0, *(max(row[3], row[6]) for row in rows))
+        most = 1.08 * max(1.0, *(max(value for value in row[3:] if value is not None) for row in rows))
         axes.plot([0, most], [0, most], color=MUTED, linewidth=1, linestyle="--", label="as predicted")
         axes.axhline(1.0, color=INK, linewidth=1)
         axes.set(xlim=(0, most), ylim=(0, most), xlabel="predicted speedup", ylabel="measured speedup")
@@ -136,9 +144,11 @@ def predictions(points: Sequence[Point], looks: Looks) -> Picture | None:
         text=f"{len(rows)} markers around the diagonal. Measured over predicted less one: from {min(errors):+.0%} to "
         f"{max(errors):+.0%}.",
         notes=[
-            "Predicted = acceptance length x t(rows of a plain step) / (t(rows of a drafting step) + draft time per "
-            "step), with t(M) by straight lines between the forwards measured alone. Rows and draft time are means of "
-            "the run. Where the rows lie outside of the measured t(M), nothing is predicted.",
+            "Predicted, for each batch = (tokens per forward with drafts / tokens per forward without) x mean t(rows) "
+            "without / (mean t(rows) with + draft time per forward); the median over batches. A forward is one of all "
+            "requests that run at that time, the means are over the forwards that were run, and t(M) goes by straight "
+            "lines between the forwards measured alone. Where rows lie outside of the measured t(M), nothing is "
+            "predicted.",
             "Beneath the diagonal the run was slower than the model of its cost: time outside of forward and drafter, "
             "longer contexts than those t(M) was measured with, or a machine that does other things.",
         ],
@@ -163,8 +173,20 @@ def _scatter(axes: Any, point: Point, looks: Looks, places: Sequence[tuple[str, 
         axes.plot([x], [y], label=label(infos[name]), **style)
 
 
-def _achieved(header: Header, machine: Machine, num_rows: float, seconds: float) -> tuple[float, float]:
+def _achieved(
+    header: Header, machine: Machine, num_rows: float, num_requests: float, seconds: float
+) -> tuple[float, float]:
     """Return FLOP per byte and FLOP/s of a forward."""
-    flop = 2.0 * header.num_parameters * num_rows
-    num_bytes = (machine.weight_bytes_per_step or 0) + _CONTEXT_TOKENS * header.kv_bytes_per_token
+    weights = machine.weight_bytes_per_step or 0
+    item = _DTYPE_BYTES.get(header.dtype)
+    flop = 2.0 * (weights / item if item else header.num_parameters) * num_rows
+    num_bytes = weights + num_requests * _CONTEXT_TOKENS * header.kv_bytes_per_token
     return flop / num_bytes, flop / seconds if seconds else 0.0
+
+
+def why_no_roofline(points: Sequence[Point]) -> list[str]:
+    """Return a sentence where machines were measured and have no roofline."""
+    machines = [point.records.machine for point in points if point.records.machine is not None]
+    if not machines or any(m.read_bandwidth_bytes_per_s and m.weight_bytes_per_step for m in machines):
+        return []
+    return ["There is no roofline: the read bandwidth that it needs is measured on CPUs only."]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from specdec.eval.records import BASELINE, CONTROL, VariantInfo
-from specdec.eval.report.drawing import Picture, drawing, folded, legend_above, mark_baseline
+from specdec.eval.report.drawing import Picture, drawing, folded, legend_above, mark_baseline, whiskers
 from specdec.eval.report.gather import Point
-from specdec.eval.report.looks import INK, Looks, label
+from specdec.eval.report.looks import INK, Looks, keeps_output, label
 
 SPEEDUP = "speedup over the undrafted engine"
 _INTERVALS = (
@@ -38,10 +38,14 @@ def speedups(point: Point, looks: Looks) -> Picture | None:
         key="speedup",
         title="Speedup by variant",
         text=f"Bars of {len(known)} variants; the longest is {label(best[0])} with {best[1]['median']:.2f} in decode.",
-        notes=[_INTERVALS, "End to end has prefill in it. Hatched bars change the output: they are lossy."],
+        notes=[
+            _INTERVALS,
+            "End to end has prefill in it, and is only told where both gave the same number of tokens. Hatched bars "
+            "change the output: they are lossy.",
+        ],
         columns=("variant", "lossless", "what", "median", "low", "high"),
         rows=[
-            (info.name, info.lossless, what, *_triple(ratio))
+            (info.name, keeps_output(info), what, *_triple(ratio))
             for info, decode, e2e in known
             for what, ratio in (("decode", decode), ("end to end", e2e))
             if ratio is not None
@@ -127,7 +131,7 @@ def by_category(
         notes=notes,
         columns=("category", "variant", "lossless", "median", "low", "high"),
         rows=[
-            (category, info.name, info.lossless, *_triple(values[category, info.name]))
+            (category, info.name, keeps_output(info), *_triple(values[category, info.name]))
             for category in categories
             for info in infos
             if (category, info.name) in values
@@ -143,6 +147,4 @@ def _triple(ratio: dict[str, Any]) -> tuple[float | None, ...]:
 def _bar(axes: Any, place: float, ratio: dict[str, Any], height: float, style: dict[str, Any]) -> None:
     axes.barh(place, ratio["median"], height, **style)
     if ratio.get("low") is not None:
-        middle = ratio["median"]
-        ends = [[max(0.0, middle - ratio["low"])], [max(0.0, ratio["high"] - middle)]]
-        axes.errorbar(middle, place, xerr=ends, color=INK, linewidth=1, capsize=2)
+        axes.errorbar(ratio["median"], place, xerr=whiskers([ratio]), color=INK, linewidth=1, capsize=2)

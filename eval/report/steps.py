@@ -1,38 +1,82 @@
-"""What one target forward of a variant was made of, and what t(M) says it should have cost."""
+"""What the target forwards of a variant were made of, and what t(M) says they should have cost."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from statistics import fmean
 
-from specdec.eval.records import BASELINE, Machine, Sample
+from specdec.eval.ratios import speedup
+from specdec.eval.records import BASELINE, Machine, RequestRecord, Sample
 from specdec.eval.report.gather import Point
 
 
 @dataclass(frozen=True, slots=True)
-class StepCost:
-    """Means over the decode forwards of a variant."""
+class Forwards:
+    """Those of one batch that decoded."""
 
-    num_rows: float  # of all requests of the batch: pending tokens and draft nodes
+    rows: list[int]  # of each: pending tokens and draft nodes of the requests that ran
+    requests: list[int]  # that ran in each
+    num_tokens: int  # that all of them gave
+    draft_s: float  # mean of one
+    verify_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepCost:
+    """Means over the forwards of a variant."""
+
+    num_rows: float
+    num_requests: float
     draft_s: float
     verify_s: float
 
 
-def step_cost(samples: Sequence[Sample]) -> StepCost | None:
-    """Return what a forward was made of; None for peers, whose steps are unknown, and without a decode step.
+def forwards(sample: Sample) -> Forwards | None:
+    """Return the forwards of a batch; None of a peer, without a decode step, and where steps and emissions part.
 
-    Requests of a batch decode together, each step from the first on: a batch has as many forwards as its longest
-    request has steps.
+    Requests that ran in one forward got their tokens at one time.
     """
-    requests = [request for sample in samples for request in sample.requests if request.steps is not None]
-    num_steps = sum(len(r.steps or ()) for r in requests)
-    num_forwards = sum(max(len(r.steps or ()) for r in sample.requests) for sample in samples)
-    if not num_steps or not num_forwards:
+    rows: Counter[float] = Counter()
+    running: Counter[float] = Counter()
+    for request in sample.requests:
+        steps = _timed_steps(request)
+        if steps is None:
+            return None
+        for at, drafted in steps:
+            rows[at] += 1 + drafted
+            running[at] += 1
+    if not rows:
         return None
-    num_rows = sum(1 + drafted for r in requests for drafted, *_ in r.steps or ())
-    draft_s, verify_s = (sum(getattr(r, name) or 0.0 for r in requests) / num_steps for name in ("draft_s", "verify_s"))
-    return StepCost(num_rows / num_forwards, draft_s, verify_s)
+    longest = max(sample.requests, key=lambda request: len(request.steps or ()))  # it ran in the most forwards
+    draft_s, verify_s = ((getattr(longest, name) or 0.0) / len(longest.steps or ()) for name in ("draft_s", "verify_s"))
+    return Forwards(list(rows.values()), [running[at] for at in rows], sample.num_decode_tokens, draft_s, verify_s)
+
+
+def _timed_steps(request: RequestRecord) -> list[tuple[float, int]] | None:
+    """Return when each decode step gave its tokens, and what it drafted; None where the records do not tell."""
+    if request.steps is None:
+        return None
+    later, giving = request.emissions[1:], [step for step in request.steps if step[3]]
+    if [count for _, count in later] != [step[3] for step in giving]:
+        return None  # a preempted request was prefilled again
+    return [(at, step[0]) for (at, _), step in zip(later, giving, strict=True)]
+
+
+def step_cost(samples: Sequence[Sample]) -> StepCost | None:
+    """Return what a forward was made of; None for peers, whose steps are unknown, and without a decode step."""
+    known = [own for own in map(forwards, samples) if own is not None]
+    if not known:
+        return None
+    counts = [len(own.rows) for own in known]
+    return StepCost(
+        fmean(m for own in known for m in own.rows),
+        fmean(n for own in known for n in own.requests),
+        fmean((own.draft_s for own in known), counts),
+        fmean((own.verify_s for own in known), counts),
+    )
 
 
 def forward_s(machine: Machine, num_rows: float) -> float | None:
@@ -59,10 +103,32 @@ def _what_it_measures(point: Point) -> tuple[object, ...]:
 
 
 def predicted_speedup(point: Point, variant: str, machine: Machine) -> float | None:
-    """Return acceptance length * t(rows of a plain step) / (t(rows of a drafting step) + draft time per step)."""
-    plain, drafting = (step_cost(point.records.of(name)) for name in (BASELINE, variant))
-    length = point.summary["variants"][variant]["acceptance_length"]
-    if plain is None or drafting is None or length is None:
+    """Return the median of time per token without drafts over that with them, both by t(M).
+
+    Taken as that of measured speedups, over conversations, or batches of several prompts if they are full; but the
+    time of a forward is t(its rows) and the drafter's. None where rows lie outside of t(M).
+    """
+    cases = point.records.header.cases
+    units = {name: unit for unit, name in enumerate(dict.fromkeys(case.name for case in cases))}
+    full = max(len(sample.requests) for sample in point.records.samples)
+    plain = {(s.batch, s.repeat): _token_s(s, machine) for s in point.records.of(BASELINE)}
+    pairs = []
+    for sample in point.records.of(variant):
+        key = sample.batch, sample.repeat
+        if key in plain and len(sample.requests) == full and sample.num_decode_tokens:
+            before, after = plain[key], _token_s(sample, machine)
+            if before is None or after is None:
+                return None
+            pairs.append((sample.batch if full > 1 else units[cases[sample.requests[0].case].name], before, after))
+    found = speedup(pairs)
+    return None if found is None else found.median
+
+
+def _token_s(sample: Sample, machine: Machine) -> float | None:
+    """Return seconds per token of a batch, by t(M)."""
+    own = forwards(sample)
+    times = [forward_s(machine, m) for m in own.rows] if own is not None else []
+    known = [at for at in times if at is not None]
+    if own is None or len(known) < len(times):
         return None
-    before, after = forward_s(machine, plain.num_rows), forward_s(machine, drafting.num_rows)
-    return None if before is None or after is None else length * before / (after + drafting.draft_s)
+    return (sum(known) + len(known) * own.draft_s) / own.num_tokens

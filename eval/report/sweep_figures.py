@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,14 +10,16 @@ from typing import Any
 
 from specdec.eval.records import BASELINE, CONTROL, VariantInfo
 from specdec.eval.report.crossings import crossings, where_it_pays
-from specdec.eval.report.drawing import Picture, drawing, legend_above, mark_baseline
-from specdec.eval.report.gather import Point
-from specdec.eval.report.looks import INK, Looks, label
+from specdec.eval.report.drawing import Picture, drawing, legend_above, mark_baseline, whiskers
+from specdec.eval.report.gather import Point, listed
+from specdec.eval.report.looks import INK, Looks, keeps_output, label
 from specdec.eval.report.time_figures import log_axis
 
 _ALWAYS = ("target", "dtype", "batch_size", "temperature")  # differ between runs without a sweep, too
 MOST_PANELS = 8
 _LINES = "drafter"  # its values are lines of their own in any case, by their variants' names
+_MOST_NAMED = 24  # combinations that are not drawn
+_RATIO = ("median", "low", "high")
 _RUN = "run"  # what tells points apart that are equal in everything else
 
 
@@ -46,11 +49,12 @@ def sweeps(points: Sequence[Point], looks: Looks) -> list[Picture]:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _text(value: Any) -> str:
-    return "not set" if value is None else str(value)
+    """Return a setting as text; numbers that are equal, such as 0 and 0.0, are one text."""
+    return "not set" if value is None else f"{value:.12g}" if _is_number(value) else str(value)
 
 
 def _sweep(key: str, others: Sequence[str], points: Sequence[Point], looks: Looks) -> Picture | None:
@@ -75,15 +79,18 @@ def _sweep(key: str, others: Sequence[str], points: Sequence[Point], looks: Look
             place.set_xlabel(key)
             _scale(place, [x for curve in curves for x, _ in curve.ratios()])
         places[0].set(ylabel="speedup", ylim=(0, None))
-        legend_above(figure, places[0])
+        legend_above(figure, *places[: len(panels)])
     notes = [
         "Bars are 95 % bootstrap intervals of the median over batches; the line at 1.0 is the undrafted engine; rings "
         "are where straight lines between the medians pass it. Lossy variants are dashed and hollow.",
     ]
     if left_out:
-        notes.append(f"{MOST_PANELS} of {MOST_PANELS + len(left_out)} combinations of the other settings are drawn.")
+        notes.append(
+            f"{MOST_PANELS} of {MOST_PANELS + len(left_out)} combinations of the other settings are drawn. Not drawn: "
+            f"{listed(left_out, _MOST_NAMED)}."
+        )
     rows = [
-        (name, curve.info.name, curve.info.lossless, x, ratio["median"], ratio["low"], ratio["high"], *_rest(curve, x))
+        (name, curve.info.name, keeps_output(curve.info), x, *(ratio.get(k) for k in _RATIO), *_rest(curve, x))
         for name, curves in panels.items()
         for curve in curves
         for x, ratio in curve.ratios()
@@ -135,18 +142,17 @@ def _draw(axes: Any, key: str, curve: _Curve, looks: Looks) -> list[str]:
     """Draw one line and return what it says about 1.0."""
     ratios = curve.ratios()
     xs, medians = [x for x, _ in ratios], [ratio["median"] for _, ratio in ratios]
-    ends = [
-        [max(0.0, ratio["median"] - ratio["low"]) for _, ratio in ratios],
-        [max(0.0, ratio["high"] - ratio["median"]) for _, ratio in ratios],
-    ]
+    ends = whiskers([ratio for _, ratio in ratios])
     axes.errorbar(xs, medians, ends, label=label(curve.info), capsize=2, elinewidth=1, **looks.line(curve.info))
     ring = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "markeredgecolor": INK, "linestyle": "none"}
     for x in crossings(xs, medians):
         axes.plot([x], [1.0], **ring)
     if len(set(xs)) < 2 or curve.info.kind != "engine":
         return []
-    unclear = [f"{x:g}" for x, ratio in ratios if ratio["low"] <= 1 <= ratio["high"]]
+    unknown = [f"{x:g}" for x, ratio in ratios if ratio.get("low") is None]
+    unclear = [f"{x:g}" for x, ratio in ratios if ratio.get("low") is not None and ratio["low"] <= 1 <= ratio["high"]]
     doubt = f", not clear at {', '.join(unclear)}, where the interval holds 1.0" if unclear else ""
+    doubt += f", not clear at {', '.join(unknown)}, where there is no interval" if unknown else ""
     return [f"{label(curve.info)} {where_it_pays(key, xs, medians)}{doubt}."]
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec.eval.records import BASELINE, VariantInfo
-from specdec.eval.report.gather import Gathered, Point
-from specdec.eval.report.looks import label
+from specdec.eval.records import BASELINE, Header, VariantInfo
+from specdec.eval.report.gather import Gathered, Point, text_of
+from specdec.eval.report.looks import keeps_output, label
 
 _NONE = "-"
 _MOST_CONTROLS = 4  # told one by one
@@ -70,8 +70,25 @@ def _point_name(point: Point) -> str:
     return point.label if point.is_finished else f"{point.label} (not finished)"
 
 
+def can_equal(header: Header, info: VariantInfo) -> bool:
+    """Tell whether a variant's answers should be the undrafted engine's: it draws none, or the same."""
+    return header.temperature == 0 or (header.seed is not None and info.kind == "engine" and info.verifier == "match")
+
+
+def _same(point: Point, info: VariantInfo) -> dict[str, Any] | None:
+    found: dict[str, Any] | None = point.summary["identity"].get(info.name)
+    return found if can_equal(point.records.header, info) else None
+
+
+def _output(info: VariantInfo) -> str:
+    """Return whether the output's distribution is the target's; of peers, the notes say what they are."""
+    if info.kind == "peer":
+        return "peer" if info.lossless else "LOSSY peer"
+    return "lossless" if info.lossless else "LOSSY"
+
+
 def _cells(point: Point, info: VariantInfo) -> tuple[str, ...]:
-    own, same = point.summary["variants"][info.name], point.summary["identity"].get(info.name)
+    own, same = point.summary["variants"][info.name], _same(point, info)
     rate = number(own["acceptance_rate"], ".3f")
     ratios = ("1", "1") if info.name == BASELINE else [ratio(point.speedup(info.name, k)) for k in ("decode", "e2e")]
     return (
@@ -81,11 +98,11 @@ def _cells(point: Point, info: VariantInfo) -> tuple[str, ...]:
         rate if own["tree"] else _NONE,
         number(own["decode_tokens_per_s"], ".1f"),
         *(
-            number(own[clock][share], ".1f", 1e3)
+            number((own[clock] or {}).get(share), ".1f", 1e3)
             for clock, share in (("ttft_s", "p50"), ("itl_s", "p50"), ("itl_s", "p99"))
         ),
         f"{same['equal']} of {same['of']}" if same else _NONE,
-        "lossless" if info.lossless else "LOSSY",
+        _output(info),
     )
 
 
@@ -96,7 +113,10 @@ def number(value: float | None, form: str, times: float = 1.0) -> str:
 
 def ratio(found: dict[str, Any] | None) -> str:
     """Return a ratio with its interval as text, or a dash."""
-    return _NONE if found is None else f"{found['median']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
+    if found is None:
+        return _NONE
+    has_interval = found.get("low") is not None and found.get("high") is not None
+    return f"{found['median']:.2f} " + (f"[{found['low']:.2f}, {found['high']:.2f}]" if has_interval else f"[{_NONE}]")
 
 
 FIGURES = (
@@ -115,15 +135,15 @@ def figures(points: Sequence[Point]) -> list[tuple[Any, ...]]:
 
 def _figures(point: Point, info: VariantInfo) -> tuple[Any, ...]:
     header, own = point.records.header, point.summary["variants"][info.name]
-    same = point.summary["identity"].get(info.name) or {}
+    same = _same(point, info) or {}
     ratios = [point.speedup(info.name, kind) or {} for kind in ("decode", "e2e")]
     return (
-        *(point.label, str(point.folder), point.is_finished, header.batch_size, header.temperature),
-        *(info.name, info.lossless, own["tree"]),
+        *(point.label, text_of(point.folder), point.is_finished, header.batch_size, header.temperature),
+        *(info.name, keeps_output(info), own["tree"]),
         *(found.get(key) for found in ratios for key in ("median", "low", "high")),
         *(own[key] for key in ("acceptance_length", "acceptance_rate", "decode_tokens_per_s", "tokens_per_s_e2e")),
         own["tokens_per_emission"],
-        *(own[clock][share] for clock in ("ttft_s", "itl_s") for share in ("p50", "p90", "p99")),
+        *((own[clock] or {}).get(share) for clock in ("ttft_s", "itl_s") for share in ("p50", "p90", "p99")),
         *(own["num_answers"], own["num_loops"], same.get("equal"), same.get("of")),
     )
 
@@ -131,42 +151,51 @@ def _figures(point: Point, info: VariantInfo) -> tuple[Any, ...]:
 def controls(points: Sequence[Point]) -> list[str]:
     """Return what the engine's ratio to itself says of the noise; of many points only where it says something."""
     found = [point.summary["control"] for point in points if point.summary["control"] is not None]
-    holding = sum(own["holds"] for own in found)
+    judged = [own for own in found if own["holds"] is not None]
     said = []
     if len(found) > _MOST_CONTROLS:
         said.append(
-            f"The undrafted engine against itself: 1.0 is in the 99 % interval of {holding} of {len(found)} points."
+            "The undrafted engine against itself: 1.0 is in the 99 % interval of "
+            f"{sum(own['holds'] for own in judged)} of {len(judged)} points"
+            + (f"; {len(found) - len(judged)} have too few batches for one." if len(judged) < len(found) else ".")
         )
     for point in points:
         own = point.summary["control"]
-        if own is not None and not (own["holds"] and len(found) > _MOST_CONTROLS):
-            verdict = "1.0 is in it" if own["holds"] else "1.0 is NOT in it: trust no difference as small as this"
-            said.append(
-                f"{point.label}: the undrafted engine against itself {own['median']:.3f}, {own['level']:.0%} "
-                f"interval {own['low']:.3f} to {own['high']:.3f}; {verdict}."
-            )
+        if own is not None and (own["holds"] is False or len(found) <= _MOST_CONTROLS):
+            said.append(f"{point.label}: the undrafted engine against itself {own['median']:.3f}, {_verdict(own)}.")
     return said
 
 
+def _verdict(control: dict[str, Any]) -> str:
+    if control["holds"] is None:
+        return "too few batches for an interval: it is not clear what noise does"
+    verdict = "1.0 is in it" if control["holds"] else "1.0 is NOT in it: trust no difference as small as this"
+    return f"{control['level']:.0%} interval {control['low']:.3f} to {control['high']:.3f}; {verdict}"
+
+
 def notes(points: Sequence[Point]) -> list[str]:
-    """Return what the headers say of variants, absent peers and answers that repeat themselves, each once."""
+    """Return what headers and figures say of variants, absent peers, repetitions and sampling, each once."""
     said = []
     for point in points:
         header = point.records.header
         said += [f"{info.name}: {info.note}" for info in header.variants if info.note]
-        said += [f"Not installed, so not measured: {peer['name']} ({peer['reason']})." for peer in header.absent]
-        loops = {name: own["num_loops"] for name, own in point.summary["variants"].items() if own["num_loops"]}
-        said += [
-            f"{point.label}: {count} of {point.summary['variants'][name]['num_answers']} answers of {name} repeat "
-            "themselves."
-            for name, count in loops.items()
+        said += [f"Absent: {peer['name']} ({peer['reason']})." for peer in header.absent]
+        loops = [
+            f"{name} {own['num_loops']} of {own['num_answers']}"
+            for name, own in point.summary["variants"].items()
+            if own["num_loops"]
         ]
+        said += [f"{point.label}: answers that repeat themselves: {'; '.join(loops)}."] if loops else []
+        apart = [info.name for info in point.variants if not can_equal(header, info)]
+        if apart:
+            how = "without a seed" if header.seed is None else "with draws of their own"
+            said.append(f"Sampled {how}, so whether answers equal none's says nothing: {'; '.join(apart)}.")
     return list(dict.fromkeys(said))
 
 
 def unused(found: Gathered) -> Table:
     """Return what was found and not used."""
-    rows = [(str(entry.folder), entry.reason) for entry in found.unused]
+    rows = [(text_of(entry.folder), entry.reason) for entry in found.unused]
     return Table("Folders that gave no figures, and why", ("folder", "why"), rows, num_text_columns=2)
 
 
@@ -192,7 +221,7 @@ def settings(points: Sequence[Point]) -> Table:
         rows=[
             (
                 *(point.label, h.target, h.dtype),
-                ", ".join(f"{key}={value}" for key, value in h.overrides.items()) or _NONE,
+                "; ".join(f"{key}={value}" for key, value in h.overrides.items()) or _NONE,
                 "finished" if point.is_finished else f"NOT FINISHED, {len(point.records.samples)} samples",
                 *(str(number) for number in (h.batch_size, len(h.cases), h.max_new_tokens)),
                 *(f"{h.temperature:g}", str(h.repeats)),
@@ -208,9 +237,9 @@ def origins(points: Sequence[Point]) -> Table:
     """Return where, when and with what the points were measured: a row for each session, equal ones once."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for point in points:
-        for session in (point.provenance, *point.provenance.get("resumed", [])):
+        for session in (point.provenance, *point.provenance["resumed"]):
             groups.setdefault(_origin(session), []).append(point.label)
-    rows = [(", ".join(dict.fromkeys(names)), *cells) for cells, names in groups.items()]
+    rows = [("; ".join(dict.fromkeys(names)), *cells) for cells, names in groups.items()]
     columns = ("points", "command", "when", "git SHA", "machine", "threads", "versions")
     return Table("Where the figures come from", columns, rows, num_text_columns=7)
 
@@ -219,12 +248,12 @@ def _origin(session: dict[str, Any]) -> tuple[str, ...]:
     sha, dirty = session.get("git_sha"), session.get("git_dirty")
     state = " with uncommitted changes" if dirty else "" if dirty is False else " (changes not known)"
     return (
-        shlex.join(map(str, session.get("argv") or [])) or "not known",
+        shlex.join(session["argv"]) or "not known",
         str(session.get("time") or "not known"),
-        f"{sha[:12]}{state}" if sha else "not known",
+        f"{str(sha)[:12]}{state}" if sha else "not known",
         ", ".join(str(session[name]) for name in ("cpu", "gpu") if session.get(name)) or "not known",
         str(session.get("num_threads") or "not known"),
-        ", ".join(f"{name} {version}" for name, version in (session.get("versions") or {}).items()) or "not known",
+        ", ".join(f"{name} {version}" for name, version in session["versions"].items()) or "not known",
     )
 
 

@@ -10,7 +10,7 @@ import numpy as np
 from specdec.eval.records import BASELINE, CONTROL
 from specdec.eval.report.drawing import Picture, drawing, folded, legend_above
 from specdec.eval.report.gather import Point
-from specdec.eval.report.looks import INK, LINE, MUTED, PAGE, Looks, label
+from specdec.eval.report.looks import INK, LINE, MUTED, PAGE, Looks, keeps_output, label
 
 _PARTS = {"draft_s": ("draft", INK), "verify_s": ("verify", MUTED), "other_s": ("other", LINE)}  # no drafter's colours
 _SHARES = np.array([*np.linspace(0, 0.98, 50), 0.99, 1.0])
@@ -25,7 +25,7 @@ def time_split(point: Point, looks: Looks) -> Picture | None:
             spent = [own[part] for part in _PARTS]
             whole = 1e3 / own["decode_tokens_per_s"]
             parts = [whole * part / sum(spent) for part in spent] if sum(spent) else [None] * len(_PARTS)
-            rows.append((label(info), info.lossless, whole, *parts))
+            rows.append((label(info), keeps_output(info), whole, *parts))
     if not rows:
         return None
     with drawing(1.1 + 0.34 * len(rows)) as (figure, axes):
@@ -125,7 +125,7 @@ def _distribution(
         notes=notes,
         columns=("variant", "lossless", "share", "ms"),
         rows=[
-            (info.name, info.lossless, round(float(share), 2), float(value))
+            (info.name, keeps_output(info), round(float(share), 2), float(value))
             for info in infos
             for share, value in zip(_SHARES, curves[info.name], strict=True)
         ],

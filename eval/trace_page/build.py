@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import hashlib
+from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -51,8 +52,24 @@ def trace_page(path: str | Path, run: str | None = None, request_id: int | None 
 
 def _template() -> Any:
     environment = Environment(autoescape=True)
-    environment.filters |= {"readable": readable, "token": _token}
+    environment.filters |= {"readable": readable, "token": _token, "outline": outline}
     return environment.from_string(_text("page.html"))
+
+
+def outline(parents: Sequence[int]) -> list[tuple[int, int, int]]:
+    """Return (node, parent, depth) of a draft's nodes, each before those that continue it, whatever its depth.
+
+    A list of lists would nest as deep as the draft, which neither templates nor browsers bear.
+    """
+    children: dict[int, list[int]] = {}
+    for node, parent in enumerate(parents, 1):
+        children.setdefault(parent, []).append(node)
+    found, left = [], [(node, 0, 1) for node in reversed(children.get(0, []))]
+    while left:
+        node, parent, depth = left.pop()
+        found.append((node, parent, depth))
+        left += [(child, node, depth + 1) for child in reversed(children.get(node, []))]
+    return found
 
 
 def _token(run: dict[str, Any], token: int) -> str:

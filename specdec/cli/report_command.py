@@ -31,16 +31,16 @@ def report_command(
 ) -> None:
     """Turn what an evaluation left behind into one HTML page with PNG and CSV files beside it."""
     with ending_with_a_status():
-        from specdec.eval.report.gather import gather  # matplotlib and torch take seconds
+        from specdec.eval.report.gather import gather, text_of  # matplotlib and torch take seconds
         from specdec.eval.report.page import write_report
 
         found = gather(runs)
-        for warning in found.warnings:
-            say(f"warning: {warning}", style="yellow")
-        for entry in found.unused:
-            say(f"not used: {entry.folder}: {entry.reason}", style="yellow")
         with messages().status("drawing"):
             page = write_report(found, output_folder or runs[0] / "report")
+        for warning in found.warnings:  # after the drawing, which may find a point that cannot be used
+            say(f"warning: {warning}", style="yellow")
+        for entry in found.unused:
+            say(f"not used: {text_of(entry.folder)}: {entry.reason}", style="yellow")
         console = output()
         for point in found.points[:_MOST_SHOWN]:
             console.print(_shown(point))

@@ -46,6 +46,10 @@ class DraftLength(Protocol):
         """Forget a request."""
         ...
 
+    def reset(self) -> None:
+        """Forget everything learned from past requests."""
+        ...
+
 
 class StaticLength:
     """The cap, in every step."""
@@ -60,6 +64,8 @@ class StaticLength:
     def learn(self, work: Sequence[Work], verdicts: Sequence[Verdict], draft_s: float) -> None: ...
 
     def release(self, request_id: int) -> None: ...
+
+    def reset(self) -> None: ...
 
 
 class ConfidenceLength(StaticLength):

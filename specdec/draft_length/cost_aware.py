@@ -75,6 +75,10 @@ class CostAwareLength:
     def __init__(self, step_times: StepTimes) -> None:
         self.step_times = step_times
         self._seconds = [step_times.at(1)]  # [m]; nothing runs without rows
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget what drafts came to and what drafting took."""
         self._everyone = all_acceptance()
         self._cost = DraftCost(self._step_s)
         self._requests: dict[int, _Record] = {}

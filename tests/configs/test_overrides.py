@@ -38,6 +38,12 @@ def test_settings_need_no_plus_and_bear_one(plus: str) -> None:
     assert (found["prefix_caching"], found["kv_memory_bytes"], found["kv_dtype"]) == (True, "2GiB", "int8")
 
 
+@pytest.mark.parametrize("main", ["speedup", "acceptance", "sweep", "lossless", "quality"])
+def test_the_length_of_answers_is_found_beside_the_engines_limits(main: str) -> None:
+    assert composed(main, "engine.max_new_tokens=17").max_new_tokens == 17
+    assert "-m" in prepare(main, ["-m", "+engine.max_new_tokens=5,6"])
+
+
 def test_what_is_left_at_its_default_is_not_passed_on() -> None:
     assert set(llm_options(composed("prefix"))) == {
         "dtype", "drafter", "drafter_options", "verifier", "verifier_options"

@@ -242,6 +242,17 @@ class TestTexts:
         long = trace_page(write(tmp_path / "l.jsonl", header(), step(1, first(0, [9])), *many))
         assert "needs JavaScript" in long[: long.index("</noscript>")]
 
+    @pytest.mark.parametrize("shape", ["chain", "comb"])
+    def test_a_deep_draft_is_a_page(self, shape: str, tmp_path: Path) -> None:
+        count = 600
+        parents = list(range(count)) if shape == "chain" else [max(0, i - 1 - i % 2) for i in range(count)]
+        deep = entry(1, [11], draft_token_ids=[11] * count, draft_parents=parents, accepted=[1])
+        html = trace_page(write(tmp_path / "t.jsonl", header(), step(1, first(0, [9])), step(2, deep)))
+        plain = html[html.index("<noscript>") : html.index("</noscript>")]
+        assert plain.count("<li>depth ") == count
+        assert f"<li>depth {count if shape == 'chain' else count // 2}" in plain
+        assert (", after" in plain) == (shape == "comb")
+
     def test_no_text_breaks_the_page(self, tmp_path: Path, open_page: OpenPage) -> None:
         path = page_of(nasty(tmp_path / "t.jsonl"))
         page = open_page(path)

@@ -13,10 +13,11 @@ from specdec.eval import acceptance
 from specdec.eval.point import measure_point
 from specdec.eval.prompts import stratify
 from specdec.eval.ratios import micro_interval
-from specdec.eval.records import Records, RequestRecord, read_records
+from specdec.eval.records import Case, Records, RequestRecord, read_records
 from specdec.eval.summary import acceptance as acceptance_of
 from specdec.eval.summary import summarise
 from tests.eval.known_model import config_for, save_known_model
+from tests.eval.made_samples import header
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +50,7 @@ def test_fault_27_every_number_is_known(records: Records) -> None:
     whole = summary["variants"]["scripted"]
     answers = [request for sample in records.of("scripted") for request in sample.requests]
     by_category = {
-        name: acceptance_of([a for a in answers if records.header.cases[a.case].category == name])
+        name: acceptance_of(records.header, [a for a in answers if records.header.cases[a.case].category == name])
         for name in ("loop", "free")
     }
     loop, free = by_category["loop"], by_category["free"]
@@ -69,10 +70,7 @@ def test_fault_27_every_number_is_known(records: Records) -> None:
     # Accepted at depth 1 in 3 + 9 + 2 steps of 22, at depth 2 in 2 + 5 + 1; one of the 22 steps drafted nothing.
     assert whole["cut"]["acceptance_at_unconditional"] == pytest.approx([14 / 22, 8 / 22, 0, 0])
     assert whole["cut"]["acceptance_at_conditional"] == [pytest.approx(14 / 21), pytest.approx(8 / 14), 0, None]
-    # Resampled, three answers can be all A (2) or all C (5 / 3).
-    low, high = whole["cut"]["acceptance_length_interval"]
-    assert 5 / 3 <= low < 42 / 22 < high <= 2
-    assert loop["cut"]["acceptance_length_interval"] is None  # one prompt says nothing about others
+    assert whole["cut"]["acceptance_length_interval"] is None  # three prompts say too little about others
     part = summary["categories"]["free"]["scripted"]
     assert (part["num_answers"], part["num_loops"]) == (2, 0)
     assert part["acceptance_length"] == pytest.approx(34 / 18)
@@ -148,7 +146,7 @@ def test_cut_at_every_token() -> None:
 
 
 def test_answers_without_decode_steps() -> None:
-    found = acceptance_of([RequestRecord(0, [1], "stop", [[0.1, 1]], [])])
+    found = acceptance_of(header([Case("0", "free", 0, 1)]), [RequestRecord(0, [1], "stop", [[0.1, 1]], [])])
     assert found["cut"]["acceptance_length"] is None
     assert found["cut"]["acceptance_length_interval"] is None
 
@@ -163,9 +161,22 @@ def test_a_limit_is_dealt_to_the_categories() -> None:
 
 
 def test_micro_interval_resamples_pairs() -> None:
-    assert micro_interval([(4.0, 2.0)] * 5) == (2.0, 2.0)
-    low, high = micro_interval([(1.0, 1.0), (30.0, 10.0)])
-    assert (low, high) == (1.0, 3.0)
+    assert micro_interval([(4.0, 2.0)] * 5) is None
+    assert micro_interval([(4.0, 2.0)] * 6) == (2.0, 2.0)
+    found = micro_interval([(1.0, 1.0), (30.0, 10.0)] * 3)
+    assert found is not None
+    assert 1.0 < found[0] < 93 / 33 < found[1] < 3.0  # of six drawn some are of each kind, 95 times in 100
+
+
+def test_repeats_and_turns_are_no_news() -> None:
+    cases = [Case(str(i // 2), "free", i % 2, 1) for i in range(16)]  # eight conversations of two turns
+    steps = [[[4, 4, i % 4, i % 4 + 1]] * (1 + i % 3) for i in range(16)]
+    once = [
+        RequestRecord(i, [0] * (1 + sum(s[3] for s in own)), "length", [[0.1, 1]], own) for i, own in enumerate(steps)
+    ]
+    found = acceptance_of(header(cases), once)["cut"]["acceptance_length_interval"]
+    assert found is not None
+    assert acceptance_of(header(cases), once * 9)["cut"]["acceptance_length_interval"] == found
 
 
 def test_spec_bench_reports_mt_bench_as_one(known: Path, tmp_path: Path) -> None:

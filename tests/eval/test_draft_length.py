@@ -61,10 +61,10 @@ def test_tables(result: dict[str, Any]) -> None:
 def test_a_loss_is_named(result: dict[str, Any]) -> None:
     result = json.loads(json.dumps(result))
     for cell in result["sweep"]:
-        cell["cost_aware"] |= {"median": 1.1, "low": 1.0, "high": 1.2}
+        cell["cost_aware"] |= {"median": 1.1, "per_unit": {"0": 1.0, "1": 1.2}}
     assert verdict(result).startswith("0 of 4")
-    result["sweep"][3]["cost_aware"] |= {"median": 0.9, "low": 0.85, "high": 0.95}
-    assert "1 of 4 cells lie below 0.98 with their whole interval: random batch 2 rate 1;" in verdict(result)
+    result["sweep"][3]["cost_aware"] |= {"median": 0.9, "per_unit": {"0": 0.85, "1": 0.95}}
+    assert "1 of 4 cells lie below 0.98 in every round: random batch 2 rate 1;" in verdict(result)
 
 
 def test_too_few_rounds_are_refused(tiny: Path) -> None:

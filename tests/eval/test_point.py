@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 from filelock import FileLock
+from rich.console import Console
 
 from specdec import ConfigError, InputError, SpecdecError
-from specdec.eval import runner, variants
+from specdec.drafters.ngram import NgramDrafter
+from specdec.eval import point, runner, variants
 from specdec.eval.point import is_finished, measure_point, note_error
+from specdec.eval.point_view import show_point
 from specdec.eval.records import RecordWriter, Sample, read_records
 from specdec.eval.summary import summarise
+from specdec.eval.sweep_point import score_of
 from specdec.planner.speculation import tokens_per_step
 from tests.eval.known_model import config_for, save_known_model
 
@@ -30,6 +35,23 @@ class Killed(BaseException):
     """As a signal: no handler of errors sees it."""
 
 
+class _Full:
+    """A file on a disk that is full."""
+
+    def __init__(self, error: OSError) -> None:
+        self._error = error
+
+    def write(self, text: str) -> None:
+        raise self._error
+
+    def flush(self) -> None: ...
+
+    def fileno(self) -> int:
+        return os.open(__file__, os.O_RDONLY)
+
+    def close(self) -> None: ...
+
+
 def stop_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException) -> None:
     """Let the `count`-th sample fail while it is written, a part of its line written."""
     write, seen = RecordWriter.write, [0]
@@ -40,7 +62,10 @@ def stop_after(monkeypatch: pytest.MonkeyPatch, count: int, error: BaseException
             if seen[0] == count:
                 self._file.write('{"type":"sample","variant":"no')
                 self._file.flush()
-                raise error
+                if not isinstance(error, OSError):
+                    raise error
+                self._file.close()
+                self._file = _Full(error)
         write(self, line)
 
     monkeypatch.setattr(RecordWriter, "write", failing)
@@ -77,7 +102,7 @@ def test_a_finished_point_is_not_run_again(known: Path, tmp_path: Path, monkeypa
     config = config_for("acceptance", known, *SMALL)
     first = measure_point(config, tmp_path)
     before = (tmp_path / "records.jsonl").read_bytes()
-    monkeypatch.setattr(runner, "_sample", lambda *_: pytest.fail("run again"))
+    monkeypatch.setattr(runner.Run, "_run", lambda *_: pytest.fail("run again"))
     assert measure_point(config, tmp_path) == first
     assert (tmp_path / "records.jsonl").read_bytes() == before
 
@@ -161,8 +186,121 @@ def test_drafters_forget_between_repeats(known: Path, tmp_path: Path) -> None:
     assert all(steps[batch, 0] == steps[batch, 1] for batch in range(3))
 
 
+def test_what_was_learned_is_learned_again_when_a_repeat_goes_on(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Four times the same prompt: from the second on, what was shared drafts it to its end.
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join('{"prompt": "yB"}' for _ in range(4)))
+    settings = ["drafter=suffix", "drafter.options.share=true", "max_new_tokens=20", "batch_size=1", "repeats=2"]
+    config = config_for("acceptance", known, *settings, f"prompts.path={rows}")
+
+    def steps(folder: Path) -> list[int]:
+        return [r.stats().num_steps for s in read_records(folder / "records.jsonl").of("suffix") for r in s.requests]
+
+    measure_point(config, tmp_path / "whole")
+    whole = steps(tmp_path / "whole")
+    assert whole[0] > whole[1]
+    for count in (6, 13):
+        folder = tmp_path / str(count)
+        with monkeypatch.context() as patch:
+            stop_after(patch, count, Killed())
+            with pytest.raises(Killed):
+                measure_point(config, folder)
+        measure_point(config, folder)
+        assert steps(folder) == whole
+
+
+@pytest.mark.parametrize("left", ["", "a: [", "[1]"])
+def test_what_a_full_disk_left_of_a_new_folder_is_no_other_point(known: Path, tmp_path: Path, left: str) -> None:
+    (tmp_path / "config.yaml").write_text(left)
+    (tmp_path / "provenance.json").write_text(left)
+    assert measure_point(config_for("acceptance", known, *SMALL), tmp_path).end is not None
+
+
+def test_long_numbers_do_not_keep_a_point_from_going_on(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = ["drafter=oracle", "drafter.options.accept_rate=0.12345678901234567"]
+    config = config_for("acceptance", known, *SMALL, *settings)
+    with monkeypatch.context() as patch:
+        stop_after(patch, 2, Killed())
+        with pytest.raises(Killed):
+            measure_point(config, tmp_path)
+    assert measure_point(config, tmp_path).end is not None
+
+
+class FailingDrafter(NgramDrafter):
+    """Raises in its third step."""
+
+    name = "failing"
+
+    @classmethod
+    def build(cls, context: Any) -> Any:
+        return cls(3, 1)
+
+    def propose(self, requests: Any, noise: Any) -> Any:
+        raise RuntimeError("nothing to say")
+
+
+class NoSuchFile(NgramDrafter):
+    @classmethod
+    def build(cls, context: Any) -> Any:
+        raise FileNotFoundError(2, "No such file or directory", "/head/weights.bin")
+
+
+def test_a_drafter_that_fails_is_told(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = config_for("acceptance", known, *SMALL, "drafter=ngram", f"drafter.name={__name__}:FailingDrafter")
+    records = measure_point(config, tmp_path)
+    summary = summarise(records)
+    name = records.header.variants[1].name
+    assert summary["variants"][name]["num_drafter_errors"] > 0
+    show_point(records, summary, Console())
+    assert "its drafter FAILED in" in capsys.readouterr().out
+    assert score_of(summary) is None
+
+
+def test_other_peoples_errors_are_no_full_disk(known: Path, tmp_path: Path) -> None:
+    config = config_for("acceptance", known, *SMALL, "drafter=ngram", f"drafter.name={__name__}:NoSuchFile")
+    with pytest.raises(FileNotFoundError, match=r"weights\.bin"):
+        measure_point(config, tmp_path)
+
+
+def test_what_does_not_fit_beside_is_absent_and_what_nobody_has_is_refused(known: Path, tmp_path: Path) -> None:
+    records = measure_point(config_for("acceptance", known, *SMALL, "+beside.eagle3={}"), tmp_path)
+    (absent,) = records.header.absent
+    assert absent["name"] == "eagle3"
+    with pytest.raises(ConfigError, match="egle3"):
+        measure_point(config_for("acceptance", known, *SMALL, "+beside.egle3={}"), tmp_path / "two")
+
+
+def test_the_baseline_has_no_policy(known: Path, tmp_path: Path) -> None:
+    settings = ["engine.draft_length=confidence", "engine.max_draft_tokens=2", "control=true"]
+    seen = {}
+
+    def kept(base: Any, config: Any) -> Any:
+        found = variants.build_variants(base, config)
+        seen.update({v.info.name: v.llm.engine.draft_length.name for v in found.found if hasattr(v, "llm")})
+        return found
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(point, "build_variants", kept)
+        measure_point(config_for("acceptance", known, *SMALL, *settings), tmp_path)
+    assert seen == {"none": "static", "control": "static", "scripted": "confidence"}
+
+
+def test_names_of_people_are_no_markup(known: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"id": "[/x]", "category": "[/c]", "prompt": "' + "z" * 30 + '"}\n{"prompt": "yB"}')
+    records = measure_point(config_for("acceptance", known, *SMALL, f"prompts.path={rows}"), tmp_path / "p")
+    show_point(records, summarise(records), Console())
+    assert "left out: 1 of [/c] ([/x])" in capsys.readouterr().out
+
+
 def test_prefixes_are_forgotten_between_repeats(known: Path, tmp_path: Path) -> None:
-    settings = ["engine.prefix_caching=true", "context_tokens=64", "repeats=2", "max_new_tokens=4", "prompts.limit=1"]
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "a" * 64}))
+    settings = ["engine.prefix_caching=true", f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "repeats=2"]
     llms = []
     with pytest.MonkeyPatch.context() as patch:
         run = variants.EngineVariant.run
@@ -174,7 +312,7 @@ def test_prefixes_are_forgotten_between_repeats(known: Path, tmp_path: Path) -> 
             return found
 
         patch.setattr(variants.EngineVariant, "run", counted)
-        measure_point(config_for("acceptance", known, *settings), tmp_path)
+        measure_point(config_for("acceptance", known, *settings), tmp_path / "point")
     assert llms == [0] * 6  # two warm-ups, two repeats of two variants
 
 
@@ -224,7 +362,7 @@ def test_beside_adds_variants_with_settings_of_their_own(known: Path, tmp_path: 
     assert found == {"none": ("none", 0), "scripted": ("scripted", 4), "ngram": ("ngram", 2), "wide": ("oracle", 4)}
     assert summarise(records)["variants"]["wide"]["tree"]
     assert not summarise(records)["variants"]["scripted"]["tree"]
-    with pytest.raises(ConfigError, match=r"beside\.scripted"):
+    with pytest.raises(ConfigError, match="two variants called 'scripted'"):
         measure_point(config_for("acceptance", known, *SMALL, "+beside.scripted={}"), tmp_path / "two")
 
 
@@ -240,6 +378,11 @@ def test_absent_peers_are_listed(known: Path, tmp_path: Path) -> None:
 
 
 def test_contexts_are_filled_with_other_prompts(known: Path, tmp_path: Path) -> None:
-    records = measure_point(config_for("acceptance", known, *SMALL, "context_tokens=64"), tmp_path)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": chr(97 + i) * (20 + i)}) for i in range(6)))
+    settings = [*SMALL, f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "prompts.limit=2"]
+    records = measure_point(config_for("acceptance", known, *settings, "context_tokens=64"), tmp_path / "p")
     assert {c.num_prompt_tokens for c in records.header.cases} == {64}
-    assert summarise(records)["identity"]["scripted"]["equal"] == 6
+    assert summarise(records)["identity"]["scripted"]["equal"] == 4
+    with pytest.raises(ConfigError, match="the other prompts of the set have 1"):
+        measure_point(config_for("acceptance", known, *settings, "context_tokens=300"), tmp_path / "q")

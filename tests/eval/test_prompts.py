@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from specdec.errors import ConfigError
 from specdec.eval import prompt_rows
 from specdec.eval.conversations import Conversation, PromptsConfig, load_conversations
+from specdec.eval.prompt_rows import read_rows
 from specdec.eval.prompts import load_prompts, load_texts, stratify
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -259,7 +260,10 @@ class TestHub:
     ("name", "text", "message"),
     [
         ("p.jsonl", "", r"p\.jsonl is empty"),
-        ("p.jsonl", "\n\n", r"p\.jsonl cannot be read as json"),
+        ("p.jsonl", "\n \n", r"p\.jsonl has no rows; a prompt set needs at least one"),
+        ("p.jsonl", "{}\n", r"p\.jsonl has no rows; a prompt set needs at least one"),
+        ("p.jsonl", "null\nnull\n", r"p\.jsonl, row 0 is null; allowed: an object"),  # the loader dies of it
+        ("p.json", "[null]", r"p\.json, row 0 is null; allowed: an object"),
         ("p.jsonl", '{"text": "x"}\n{"text": 3', r"p\.jsonl cannot be read as json, line 2 is broken"),
         ("p.parquet", "no table", r"p\.parquet cannot be read as parquet"),
         ("p.json", "[]", "has no rows"),
@@ -267,7 +271,7 @@ class TestHub:
         ("p.json", '[{"text": "x"}, "y"]', r"p\.json, row 1 is 'y'; allowed: an object"),
         ("p.json", '[{"text": ' + "[" * 100_000, "nested too deeply in row 0"),
         ("p.jsonl", '{"text": "x"}\n{"text": "  "}', r"p\.jsonl, row 1, column 'text' is empty"),
-        ("p.jsonl", '{"text": "x"}\n{"text": null}', r"row 1 has nothing under 'turns', .*its columns are 'text'"),
+        ("p.jsonl", '{"text": "x"}\n{"text": null}', r"row 1, column 'text' is null; a prompt needs text"),
         ("p.jsonl", '{"turns": ["x", " "]}', "row 0, column 'turns': turn 1 is empty"),
         ("p.jsonl", '{"turns": []}', r"row 0, column 'turns' is \[\]; allowed: a text, a list of texts"),
         ("p.jsonl", '{"prompt": 8}', "row 0, column 'prompt' is 8; allowed"),
@@ -321,3 +325,21 @@ def test_a_set_is_dealt_to_its_categories() -> None:
     found = load_conversations(group("prompts=small"))
     chosen = stratify([c.category for c in found], 13)
     assert Counter(found[i].category for i in chosen) == dict.fromkeys(MT_BENCH | OTHERS, 1)
+
+
+def test_a_package_that_hides_datasets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "datasets").mkdir()
+    (tmp_path / "datasets" / "__init__.py").write_text("")
+    (tmp_path / "p.jsonl").write_text('{"text": "x"}')
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "datasets", raising=False)
+    with pytest.raises(ConfigError, match=r"datasets/__init__\.py hides the library `datasets`"):
+        list(read_rows(str(tmp_path / "p.jsonl"), None, "train", None))
+
+
+def test_the_loader_says_nothing_itself(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "p.jsonl").write_text('{"text": 3\n')
+    with pytest.raises(ConfigError, match="line 1 is broken"):
+        list(read_rows(str(tmp_path / "p.jsonl"), None, "train", None))
+    assert not [record for record in caplog.records if record.name.startswith("datasets")]
+    assert logging.getLogger("datasets").getEffectiveLevel() > logging.ERROR

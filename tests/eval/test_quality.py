@@ -11,13 +11,17 @@ from typing import Any
 import pytest
 import torch
 from hydra import compose, initialize_config_module
+from omegaconf import OmegaConf
 from transformers import LlamaForCausalLM
 
 from specdec import LLM, ConfigError
 from specdec.api import random_model
+from specdec.drafters.testing import RandomDrafter
 from specdec.eval import perplexity, quality
 from specdec.eval.final_answer import FinalAnswers, final_number, grade, mcnemar, reference_number
 from specdec.eval.perplexity import Score, score
+from specdec.eval.quality_config import check_quality
+from specdec.interfaces import Noise
 from tests.tiny_chat_model import save_tiny_chat_model
 
 EOS = 0
@@ -96,7 +100,7 @@ def test_paired_accuracies_by_hand() -> None:
     assert found["p_value"] == 2 * (1 + 4) / 16
     low, high = found["difference_interval"]
     assert -1 <= low < -2 / 8 < high <= 1
-    assert FinalAnswers(first, first).summary()["difference_interval"] == [0.0, 0.0]
+    assert list(FinalAnswers(first, first).summary()["difference_interval"]) == [0.0, 0.0]
     assert FinalAnswers([True], [False]).summary()["difference_interval"] is None
 
 
@@ -122,10 +126,10 @@ def test_scores_are_those_of_each_answer_alone(most: int, monkeypatch: pytest.Mo
 
 
 def test_perplexity_is_per_token_over_all_answers() -> None:
-    found = perplexity.perplexity([Score(2.0, 1), Score(1.0, 5), Score(0.0, 0)])
+    found = perplexity.perplexity([Score(2.0, 1), Score(1.0, 5), Score(0.0, 0)] * 8)
     assert found["perplexity"] == pytest.approx(math.exp(3 / 6))
     low, high = found["perplexity_interval"]
-    assert (low, high) == pytest.approx((math.exp(1 / 5), math.exp(2)))
+    assert math.exp(1 / 5) <= low < math.exp(3 / 6) < high <= math.exp(2)
     assert perplexity.perplexity([Score(2.0, 1)])["perplexity_interval"] is None
     assert perplexity.perplexity([Score(0.0, 0)]) == {"perplexity": None, "perplexity_interval": None}
 
@@ -232,6 +236,8 @@ def test_above_temperature_0_another_seed_is_the_control(tiny: Path) -> None:
         (["batch_size=0"], "batch_size=0; allowed: an integer >= 1"),
         (["max_new_tokens=0"], "max_new_tokens=0; allowed"),
         (["seed=null"], "temperature=0.7 without a seed"),
+        (["temperature=nan"], "temperature=nan"),
+        (["seed=-1"], "seed=-1; allowed: an integer >= 0"),
         (["max_new_tokens=5000"], "none of the 8 prompts can be run.* the target takes 4096"),
         (["verifier.options={threshold: 1}"], "threshold"),
     ],
@@ -239,6 +245,28 @@ def test_above_temperature_0_another_seed_is_the_control(tiny: Path) -> None:
 def test_bad_input_is_refused(tiny: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         measure(tiny, *overrides)
+
+
+@pytest.mark.parametrize(("name", "value"), [("seed", "foo"), ("control", "x"), ("batch_size", 1.5), ("seed", True)])
+def test_values_of_a_wrong_type(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=f"{name}={value!r}"):
+        check_quality(OmegaConf.create({name: value}))
+
+
+class RaisingDrafter(RandomDrafter):
+    """Raises whenever it is asked."""
+
+    name = "raising"
+
+    def propose(self, requests: Any, noise: Noise) -> Any:
+        raise RuntimeError("no")
+
+
+def test_a_drafter_that_raises_is_told(tiny: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    result = measure(tiny, f"drafter.name={__name__}:RaisingDrafter", "+drafter.options={}", "verifier=match")
+    assert (result["num_drafter_errors"], result["num_draft_tokens"]) == (4, 0)
+    said = " ".join(capsys.readouterr().out.split())
+    assert "raising raised in 4 answers" in said and "drafted nothing" in said
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,3 +109,39 @@ def test_all_variants_and_the_tokenizer_are_written(tmp_path: Path, monkeypatch:
         writer.write(End(8, 1.0, 0.0))
     assert write_all(run, tmp_path / "out") == {"a_b_c.jsonl": 3}
     assert (tmp_path / "out" / "tokenizer").is_dir()
+
+
+def refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *words: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["spec_bench_format", *words])
+    with pytest.raises(SystemExit) as ended:
+        spec_bench_format.main()
+    assert ended.value.code == 2
+    line = capsys.readouterr().err
+    assert line.startswith("error: ") and line.count("\n") == 1
+    return line
+
+
+def test_the_command_refuses_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "run=None; needed: run=FOLDER" in refused(monkeypatch, capsys)
+    assert "run=[1]; needed: run=FOLDER" in refused(monkeypatch, capsys, "run=[1]", "out_dir=x")
+    assert "out_dir=/dev/null/x cannot be written" in refused(monkeypatch, capsys, "run=a", "out_dir=/dev/null/x")
+
+    def fail(*_: Any) -> None:
+        raise OverflowError("[/x] out of range")
+
+    monkeypatch.setattr(spec_bench_format, "write_all", fail)
+    line = refused(monkeypatch, capsys, "run=a", "out_dir=x")
+    assert "the records of a do not fit together (OverflowError: [/x] out of range)" in line
+
+
+def test_variants_of_one_file_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spec_bench_format, "load_tokenizer_of", lambda target: Words())
+    with RecordWriter(tmp_path / "records.jsonl") as writer:
+        variants = [VariantInfo("a/b", "engine"), VariantInfo("a b", "engine")]
+        writer.write(replace(records().header, variants=variants))
+        writer.write(End(0, 1.0, 0.0))
+    with pytest.raises(InputError, match="'a/b', 'a b' would share a file"):
+        write_all(tmp_path, tmp_path / "out")

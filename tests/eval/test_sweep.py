@@ -60,7 +60,7 @@ def test_a_grid_a_failure_and_a_second_run(known: Path, tmp_path: Path) -> None:
     assert first.stdout.count("failed: ") >= 2
     before = {path: path.stat().st_mtime_ns for path in folder.glob("*/records.jsonl")}
     second = sweep(known, folder, "-m", "drafter=ngram,oracle", "engine.max_draft_tokens=2,4,6")
-    assert second.returncode == 1  # the folder still holds the failed points
+    assert second.returncode == 0  # the points that failed are none of this grid
     assert "holds 4 finished points" in second.stderr
     assert len(states(folder)) == 6
     assert {path: path.stat().st_mtime_ns for path in before} == before
@@ -122,14 +122,15 @@ def test_tune_prints_the_command_to_use(known: Path, tmp_path: Path) -> None:
     grids = "hydra.sweeper.grids=['drafter=oracle engine.max_draft_tokens=2,6','drafter=adversary,eagle3']"
     done = sweep(known, folder, "experiment=tune", grids, "hydra.sweeper.rungs=[1,2,3]", "max_new_tokens=30")
     assert "round 3 of 3" in done.stdout + done.stderr, done.stderr
-    assert done.returncode == 1  # eagle3 has no head for this model: said, and the rest went on
+    assert done.returncode == 0, done.stderr  # eagle3 has no head for this model and has lost: said, the rest went on
+    assert "eagle3" in done.stderr + done.stdout
     last = done.stdout.replace("\n", " ")
     assert "specdec generate --model" in last or "use drafter none" in last
     limits = [
         json.loads(line.splitlines()[0])["overrides"] for line in map(Path.read_text, folder.glob("*/records.jsonl"))
     ]
     per_round = [sum(o["prompts.limit"] == n for o in limits) for n in (1, 2, 3)]
-    assert per_round == [3, 2, 1]
+    assert per_round == [3, 2, 2]
 
 
 @pytest.mark.skipif(sys.platform == "darwin", reason="ray workers need fork-safe BLAS")

@@ -16,7 +16,7 @@ class Speedup(evaluate.Metric):
     """Baseline over variant time per token: the median over prompts of each one's median over its repeats.
 
     A row is one repeat of one prompt. Which time it is (decode, end to end) is the caller's to say. None without rows;
-    the ends of the interval are None with a single prompt.
+    the ends of the interval are None with few prompts.
     """
 
     def _info(self) -> evaluate.MetricInfo:
@@ -56,11 +56,10 @@ class Speedup(evaluate.Metric):
             zip(prompts, theirs, _seconds_per_token(variant_s, variant_tokens, "variant"), strict=True), level
         )
         assert found is not None, "there are rows"
-        low, high = (found.low, found.high) if len(found.per_unit) > 1 else (None, None)
         return {
             "speedup": found.median,
-            "speedup_low": low,
-            "speedup_high": high,
+            "speedup_low": found.low,
+            "speedup_high": found.high,
             "speedup_per_prompt": [found.per_unit[prompt] for prompt in dict.fromkeys(prompts)],
         }
 

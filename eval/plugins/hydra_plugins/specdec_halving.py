@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,10 @@ from hydra.types import HydraContext, TaskFunction
 from omegaconf import DictConfig
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from specdec.errors import ConfigError
+from specdec.eval.entry import print_error
 from specdec.eval.halving import Job, check_rounds, ranking, survivors
 from specdec.eval.winner import command_of
 
@@ -38,7 +41,14 @@ class SuccessiveHalving(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the rounds and print the command that uses what won."""
+        """Run the rounds and print the command that uses what won; end with status 2 on what the user can change."""
+        try:
+            return self._rounds(arguments)
+        except ConfigError as error:  # else Hydra prints it with a traceback
+            print_error(error)
+            sys.exit(2)
+
+    def _rounds(self, arguments: list[str]) -> list[Any]:
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         jobs = self.jobs(arguments)
@@ -83,11 +93,11 @@ class SuccessiveHalving(Sweeper):
         table.add_column("speedup", justify="right")
         ranked = ranking(scores)
         for job in ranked:
-            table.add_row(" ".join(job), f"{scores[job]:.2f}x")
+            table.add_row(Text(" ".join(job)), f"{scores[job]:.2f}x")
         console.print(table)
         if not ranked or (scores[ranked[0]] or 0.0) <= 1.0:
             console.print("nothing is faster than no drafting here: use drafter none", highlight=False)
             return
         config = self.hydra_context.config_loader.load_sweep_config(self.config, list(ranked[0]))
         console.print("the fastest here:", highlight=False)
-        console.print(command_of(config), highlight=False, soft_wrap=True)
+        console.print(Text(command_of(config)), soft_wrap=True)

@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from specdec import LLM, ConfigError
-from specdec.eval.peers import PEERS, PeerAbsent, PeerAnswer, build_peer
+from specdec.eval.peers import PEERS, PeerAbsent, PeerAnswer, build_peer, hf
 from specdec.eval.peers.hf import transformers_answer
+from specdec.eval.peers.interface import import_peer
 from tests.tiny_chat_model import save_tiny_chat_model
 
 PROMPTS = [[5, 9, 30, 9, 5, 9, 30, 9], [40, 41, 42], [7, 7, 7, 7, 7, 90, 91, 92, 93, 94, 95, 96]]
@@ -145,3 +146,33 @@ def test_one_greedy_answer(llm: LLM) -> None:
 def test_unknown_peers_are_refused_with_the_nearest_name(llm: LLM, folder: Path) -> None:
     with pytest.raises(ConfigError, match="did you mean 'llama_cpp'"):
         build("lama_cpp", llm, folder)
+
+
+def test_a_peer_for_one_prompt_is_not_loaded_for_more(llm: LLM, folder: Path) -> None:
+    for name in PEERS:
+        if name in ALONE or not name.startswith("transformers"):
+            with pytest.raises(PeerAbsent, match="takes one prompt at once, batch_size is 2"):
+                build_peer(
+                    name, llm, source="none", temperature=0.0, seed=None, num_draft_tokens=None, batch_size=2
+                )  # fmt: skip
+        else:
+            peer = build(name, llm, folder, batch_size=2)
+            assert peer.max_batch > 1
+            peer.close()
+
+
+def test_the_assisted_peer_says_what_it_runs_with(llm: LLM, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert build("transformers_assisted", llm, folder, num_draft_tokens=None).info.max_draft_tokens == 20
+    for installed, said in ((True, "adapted with scikit-learn"), (False, "0.4, without scikit-learn")):
+        monkeypatch.setattr(hf, "find_spec", lambda name, installed=installed: installed)
+        assert said in hf._threshold()
+
+
+def test_what_is_missing_is_told_from_what_does_not_load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("not_there", "not_there.part"):
+        with pytest.raises(PeerAbsent, match="some-package is not installed"):
+            import_peer(module, "some-package")
+    (tmp_path / "needs_more.py").write_text("import not_there")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(PeerAbsent, match=r"cannot be imported \(ModuleNotFoundError\)"):
+        import_peer("needs_more", "some-package")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -70,6 +71,10 @@ class Made:
     variants: tuple[VariantInfo, ...] = tuple(VARIANTS)
     with_machine: bool = True
     temperature: float = 0.0
+    seed: int | None = 0
+    forward_s: Callable[[float], float] = forward_s
+    noise: float = 1.0  # 0: every forward takes its time exactly
+    other_s: float = 0.0006  # of a step
 
 
 def write_point(folder: Path, made: Made = Made(), origin: dict[str, Any] | None = None) -> Path:
@@ -84,7 +89,7 @@ def write_point(folder: Path, made: Made = Made(), origin: dict[str, Any] | None
     with RecordWriter(folder / RECORDS) as writer:
         writer.write(_header(made, cases, variants))
         if made.with_machine:
-            writer.write(_machine())
+            writer.write(_machine(made.forward_s))
         num_samples, at = 0, 0.0
         for repeat in range(made.repeats):
             for batch in range(made.num_cases // made.batch_size):
@@ -119,7 +124,7 @@ def _header(made: Made, cases: list[Case], variants: list[VariantInfo]) -> Heade
         batch_size=made.batch_size,
         max_new_tokens=made.num_tokens,
         temperature=made.temperature,
-        seed=0,
+        seed=made.seed,
         repeats=made.repeats,
         variants=variants,
         cases=cases,
@@ -130,7 +135,7 @@ def _header(made: Made, cases: list[Case], variants: list[VariantInfo]) -> Heade
     )
 
 
-def _machine() -> Machine:
+def _machine(forward_s: Callable[[float], float]) -> Machine:
     rows = (1, 2, 4, 8, 16, 32, 64, 128)
     times = [{"rows": m, "runner_s": forward_s(m), "transformers_s": 1.3 * forward_s(m)} for m in rows]
     return Machine(times, 27e9, 160e9, 538_000_000)
@@ -148,8 +153,8 @@ def _requests(info: VariantInfo, cases: list[int], made: Made, dice: random.Rand
     spent = {case: [0.0, 0.0, 0.0] for case in cases}
     at = ttft_s
     while running := [case for case in cases if left[case]]:
-        noise = dice.uniform(0.97, 1.06)
-        costs = [DRAFT_S.get(info.name, 0.0), forward_s(len(running) * (1 + drafted)), 0.0006]
+        noise = 1 + made.noise * dice.uniform(-0.03, 0.06)
+        costs = [DRAFT_S.get(info.name, 0.0), made.forward_s(len(running) * (1 + drafted)), made.other_s]
         costs = [noise * cost * (1.3 if is_peer else 1.0) for cost in costs]
         at += sum(costs)
         for case in running:
@@ -168,6 +173,6 @@ def _requests(info: VariantInfo, cases: list[int], made: Made, dice: random.Rand
     return [
         RequestRecord(case, ids[case], "length", emissions[case])
         if is_peer
-        else RequestRecord(case, ids[case], "length", emissions[case], steps[case], ttft_s, *spent[case])
+        else RequestRecord(case, ids[case], "length", emissions[case], steps[case], ttft_s / len(cases), *spent[case])
         for case in cases
     ]

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,17 @@ def test_without_a_folder_it_writes_into_the_first_run_and_can_do_so_again(tmp_p
     assert first.exit_code == second.exit_code == 0
     assert (folder / "report" / "index.html").is_file()
     assert not list((folder / "report").glob(".*"))
+
+
+def test_names_are_not_markup_in_a_terminal(tmp_path: Path) -> None:
+    odd = replace(VARIANTS[2], name="[b]x")
+    folder = write_point(tmp_path / "[red]a", replace(SMALL, variants=(VARIANTS[0], odd)))
+    (tmp_path / "[bold]b").mkdir()
+    done = run("report", str(folder), str(tmp_path / "[bold]b"), "-o", str(tmp_path / "out"))
+    assert done.exit_code == 0, done.output
+    assert "[b]x" in done.stdout
+    assert "[red]a" in done.stdout
+    assert "[bold]b" in done.stderr
 
 
 @pytest.mark.parametrize("what", ["absent", "empty", "corrupt"])

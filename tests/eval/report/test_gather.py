@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,31 @@ def test_points_are_found_at_any_depth_and_in_the_order_of_their_numbers(tmp_pat
 
 
 def test_points_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    runs = [write_point(tmp_path / name, SMALL) for name in ("a", "b")]
-    assert [point.label for point in gather(runs).points] == ["point", f"point ({runs[1]})"]
+    runs = [write_point(tmp_path / name, replace(SMALL, name="k=4,p=a")) for name in ("a", "b")]
+    assert [point.label for point in gather(runs).points] == ["k=4,p=a", f"k=4,p=a ({runs[1]})"]
+
+
+def test_a_single_run_has_the_name_of_its_folder(tmp_path: Path) -> None:
+    runs = [write_point(tmp_path / name / "run", SMALL) for name in ("a", "b")]
+    assert [point.label for point in gather(runs).points] == ["run", f"run ({runs[1]})"]
+
+
+def test_names_in_a_row_are_told_apart(tmp_path: Path) -> None:
+    for name in ("k=1,p=a", "k=2,p=a"):
+        write_point(tmp_path / name, replace(SMALL, name=name, is_finished=False))
+    assert gather([tmp_path]).warnings == ["Not finished, used as far as it goes: k=1,p=a; k=2,p=a."]
+
+
+def test_a_drafter_that_drew_trees_once_is_one_of_trees_everywhere(tmp_path: Path) -> None:
+    """A draft of one token is no tree by its numbers; its rate must not change its column from point to point."""
+    variants = (VARIANTS[0], VARIANTS[4], VARIANTS[2])
+    runs = [
+        write_point(tmp_path / str(count), replace(SMALL, variants=variants, draft_tokens=count)) for count in (1, 12)
+    ]
+    alone, both = gather(runs[:1]).points, gather(runs).points
+    assert [p.summary["variants"]["eagle3"]["tree"] for p in alone] == [False]
+    assert [p.summary["variants"]["eagle3"]["tree"] for p in both] == [True, True]
+    assert [p.summary["variants"]["ngram"]["tree"] for p in both] == [False, False]
 
 
 def test_an_unfinished_point_is_used_and_said(tmp_path: Path) -> None:
@@ -32,7 +56,7 @@ def test_an_unfinished_point_is_used_and_said(tmp_path: Path) -> None:
     (run / RECORDS).write_text("\n".join(lines[:-3]) + "\n" + lines[-3][:40])
     found = gather([run])
     assert not found.points[0].is_finished
-    assert found.warnings == ["Not finished, used as far as it goes: point."]
+    assert found.warnings == ["Not finished, used as far as it goes: run."]
 
 
 def test_what_cannot_be_used_is_listed_with_the_reason(tmp_path: Path) -> None:
@@ -59,7 +83,7 @@ def test_what_cannot_be_used_is_listed_with_the_reason(tmp_path: Path) -> None:
     assert reasons["failed"] == "failed: OutOfMemoryError: no room"
     assert reasons["only_error"] == "failed: ConfigError: batch_size=0"
     assert "nothing was measured" in reasons["header_only"]
-    assert "do not fit together" in reasons["misfit"]
+    assert "case 99 of 2" in reasons["misfit"]
     assert "no records.jsonl" in reasons["empty"]
     assert any(str(corrupt) in warning for warning in found.warnings)
 
@@ -99,7 +123,7 @@ def test_no_origin_and_no_config_are_no_obstacle(tmp_path: Path) -> None:
     (run / PROVENANCE).write_text("{")
     (run / "config.yaml").unlink()
     point = gather([run]).points[0]
-    assert point.provenance == {}
+    assert not any(point.provenance.values())
     assert point.setting("engine.max_draft_tokens") is None
 
 

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from specdec.eval.report.gather import gather
-from specdec.eval.report.page import MOST_POINTS_DRAWN, write_report
-from specdec.eval.report.tables import headline
+from specdec.eval.report.page import LIST_FILE, MOST_POINTS_DRAWN, write_report
+from specdec.eval.report.tables import controls, headline, notes
 from tests.browser import DESK, PHONE, OpenPage
 from tests.eval.report.made_up import VARIANTS, Made, write_point
 
@@ -92,6 +92,75 @@ def test_links_lead_to_files_beside_the_page(point_page: Path) -> None:
     assert written == {*links, "index.html"}
 
 
+def test_files_that_an_earlier_report_made_are_removed_and_others_stay(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    small = Made(repeats=1, num_tokens=8, num_cases=2, variants=(VARIANTS[0], VARIANTS[2]))
+    runs = [write_point(tmp_path / name, replace(small, name=name)) for name in ("a", "b")]
+    write_report(gather(runs), folder)
+    (folder / "mine.png").write_text("mine")
+    (tmp_path / "mine.csv").write_text("mine")
+    with (folder / LIST_FILE).open("a") as file:
+        file.write("../mine.csv\nnotes.txt\n")
+    (folder / "notes.txt").write_text("mine")
+    assert (folder / "speedup-2.png").is_file()
+    write_report(gather(runs[:1]), folder)
+    assert not list(folder.glob("speedup-[0-9]*"))
+    assert (folder / "speedup.png").is_file()
+    assert {path.name for path in folder.iterdir()} - set((folder / LIST_FILE).read_text().split()) == {
+        *("mine.png", "notes.txt", LIST_FILE)
+    }
+    assert (tmp_path / "mine.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("temperature", "seed", "expected"), [(0.0, None, "2 of 2"), (0.8, 1, "2 of 2"), (0.8, None, "-")]
+)
+def test_equal_answers_are_only_told_where_they_should_be(
+    tmp_path: Path, temperature: float, seed: int | None, expected: str
+) -> None:
+    made = Made(
+        repeats=1,
+        num_tokens=8,
+        num_cases=2,
+        temperature=temperature,
+        seed=seed,
+        variants=(VARIANTS[0], VARIANTS[2], VARIANTS[6]),
+    )
+    points = gather([write_point(tmp_path / "run", made)]).points
+    table = headline(points)
+    rows = {row[0]: dict(zip(table.columns, row, strict=True)) for row in table.rows}
+    assert rows["ngram"]["answers equal to none's"] == expected
+    assert rows["llama_cpp"]["answers equal to none's"] == ("-" if temperature else "2 of 2")
+    assert any("without a seed" in note and "ngram; llama_cpp" in note for note in notes(points)) == (expected == "-")
+
+
+def test_notes_are_said_once_and_peers_that_do_not_fit_are_absent(tmp_path: Path) -> None:
+    points = gather([write_point(tmp_path / "run", Made(repeats=1, num_tokens=12, num_cases=2))]).points
+    points[0].summary["variants"]["none"]["num_loops"] = points[0].summary["variants"]["ngram"]["num_loops"] = 1
+    said = notes(points)
+    assert "Absent: openvino (pip install openvino-genai)." in said
+    assert [line for line in said if "repeat" in line] == [
+        "run: answers that repeat themselves: none 1 of 2; ngram 1 of 2."
+    ]
+
+
+def test_too_few_batches_are_said_and_not_judged(tmp_path: Path) -> None:
+    points = gather([write_point(tmp_path / "run", Made(repeats=1, num_tokens=12, num_cases=1))]).points
+    table = headline(points)
+    assert next(row for row in table.rows if row[0] == "ngram")[1].endswith(" [-]")
+    (line,) = controls(points)
+    assert "too few batches" in line
+    assert "NOT" not in line
+
+
+def test_captions_can_be_read_on_a_phone(open_page: OpenPage, point_page: Path) -> None:
+    page = open_page(point_page, PHONE)
+    page.js("document.querySelectorAll('details').forEach(each => { each.open = true })")
+    edges = page.js("return [...document.querySelectorAll('caption span')].map(e => e.getBoundingClientRect().right)")
+    assert len(edges) > 5
+    assert max(edges) <= PHONE
+
+
 def test_text_of_records_is_never_markup(tmp_path: Path) -> None:
     odd = replace(VARIANTS[2], name="<script>alert(1)</script>", note="<img src=x>")
     made = Made(variants=(VARIANTS[0], odd), question="<i>Why</i> & how?", repeats=1)
@@ -110,6 +179,8 @@ def test_the_headline_keeps_rates_of_trees_apart_and_marks_lossy_variants(point_
     assert rows["typical (LOSSY)"]["output"] == "LOSSY"
     assert rows["typical (LOSSY)"]["answers equal to none's"] == "0 of 20"
     assert rows["ngram"]["answers equal to none's"] == "20 of 20"
+    assert rows["ngram"]["output"] == "lossless"
+    assert rows["llama_cpp"]["output"] == "peer"
     text = point_page.read_text()
     for expected in ("Does drafting pay", "0123456789ab", "--multirun", "transformers 5.23.0", "openvino", "Q8_0"):
         assert expected in text
