@@ -129,11 +129,13 @@ def _changed_s(folder: Path) -> float:
 
 
 def grid_of(config: DictConfig) -> dict[str, int]:
-    """Return the swept keys of a multirun's config, and how many values each has."""
+    """Return the swept keys of a multirun's config, and how many values each has; 1 where settings compete."""
     params = OmegaConf.select(config, "hydra.sweeper.params") or {}
     words = [f"{key}={value}" for key, value in params.items()]
-    for grid in OmegaConf.select(config, "hydra.sweeper.grids") or []:
-        words += shlex.split(grid)
+    grids = OmegaConf.select(config, "hydra.sweeper.grids") or []
+    if grids:  # what differs between them, and between rounds
+        names = [word.partition("=")[0].lstrip("+") for grid in grids for word in shlex.split(grid)]
+        return dict.fromkeys([*names, "prompts.limit"], 1)
     loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
     given = OverridesParser.create(config_loader=loader).parse_overrides([*words, *config.hydra.overrides.task])
     last = {override.key_or_group: override for override in given}

@@ -252,9 +252,7 @@ class Engine:
         """
         self.target.claim()
         if self.has_unfinished:
-            raise InputError(
-                f"{self.num_running + self.num_waiting} requests are unfinished; finish or forget them first"
-            )
+            raise InputError(f"{self.num_running + self.num_waiting} requests are unfinished; forget them first")
         self.drafter.reset()
         self.draft_length.reset()
         for cache in (self.target.cache, getattr(self.drafter, "own_cache", None)):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from typer.testing import CliRunner
 
 import specdec
 from specdec.cli import app
+from specdec.eval.hydra_main import prepare
 from tests.tiny_chat_model import save_tiny_chat_model
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -81,7 +85,34 @@ def test_the_server_answers_every_request(tiny_model: str, capsys: pytest.Captur
     names["engine"].check_integrity()
 
 
-@pytest.mark.parametrize("command", commands("specdec"))
+EVALUATIONS = [command for command in commands("specdec") if command.split()[1] in ("eval", "report")]
+
+
+@pytest.mark.parametrize("command", [command for command in EVALUATIONS if command.split()[1] == "eval"])
+def test_evaluations_are_what_can_be_asked_for(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    _, _, name, *words = shlex.split(command)
+    assert prepare(name, words)
+
+
+def test_the_grid_and_its_report_run(tiny_model: str, tmp_path: Path) -> None:
+    sweep, report = (
+        next(c for c in EVALUATIONS if what in c).split()[1:] for what in ("specdec eval sweep -m", "specdec report")
+    )
+    little = [f"target.name={tiny_model}", "max_new_tokens=6", "repeats=1", "step_times=false", "prompts=builtin"]
+    for arguments in ([*sweep, *little, "prompts.limit=2"], report):
+        run = subprocess.run(
+            [sys.executable, "-m", "specdec", *arguments],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(REPOSITORY)},
+        )
+        assert run.returncode == 0, run.stdout + run.stderr
+    assert (tmp_path / "outputs/sweep/mine/report/index.html").is_file()
+
+
+@pytest.mark.parametrize("command", [command for command in commands("specdec") if command not in EVALUATIONS])
 def test_command_runs(command: str, tiny_model: str) -> None:
     arguments = shlex.split(command)[1:]
     arguments = [tiny_model if word == "smollm2" else word for word in arguments]

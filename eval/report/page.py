@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from specdec.errors import InputError
+from specdec.eval.records import CONTROL
 from specdec.eval.report import tables
 from specdec.eval.report.acceptance_figures import acceptance_by_category, acceptance_by_position
 from specdec.eval.report.drawing import Picture, csv_of
@@ -133,7 +134,7 @@ def _draw(found: Gathered) -> _Figures:
     figures = _Figures()
     pictures: dict[Builder, list[Picture]] = {build: [] for builders in _TOPICS.values() for build in builders}
     numbered = list(enumerate(found.points, 1))
-    for number, point in numbered:
+    for number, point in sorted(numbered, key=lambda pair: _telling(found.points).index(pair[1])):
         wanted = [build for build, own in pictures.items() if len(own) < MOST_POINTS_DRAWN]
         try:
             _try_tables(point)
@@ -155,6 +156,18 @@ def _draw(found: Gathered) -> _Figures:
             notes = why_no_roofline(found.points)
         figures.sections += [_Section(title, own, notes)] if own else []
     return figures
+
+
+def _telling(points: Sequence[Point]) -> list[Point]:
+    """Return the points, those first in which a drafter is fastest: there is no room to draw all one by one."""
+    best: dict[str, tuple[float, int]] = {}
+    for i, point in enumerate(points):
+        for entry in point.summary["speedups"]:
+            name, ratio = entry["variant"], entry["decode"]
+            if name != CONTROL and ratio is not None:
+                best[name] = max(best.get(name, (0.0, 0)), (ratio["median"], -i))
+    chosen = {-i for _, i in sorted(best.values(), reverse=True)}
+    return sorted(points, key=lambda point: points.index(point) not in chosen)
 
 
 def _named(picture: Picture, point: Point, number: int, points: Sequence[object]) -> Picture:
@@ -205,7 +218,7 @@ def _page(found: Gathered, figures: _Figures) -> str:
         sections=figures.sections,
         svgs=figures.svgs,
         data=lambda picture: tables.data(picture.columns, picture.rows, f"Numbers of the figure: {picture.title}"),
-        not_drawn=points[MOST_POINTS_DRAWN:],
+        not_drawn=_telling(points)[MOST_POINTS_DRAWN:],
         most_drawn=MOST_POINTS_DRAWN,
         unused=tables.unused(found) if found.unused else None,
         left_out=left_out if left_out.rows else None,

@@ -125,3 +125,21 @@ def test_an_engine_follows_its_config() -> None:
         engine = engine_of(model, "ngram", draft_length=name, confidence_threshold=0.3)
         assert type(engine.draft_length) is kind
     assert engine_of(model, draft_length="confidence", confidence_threshold=0.3).draft_length.min_confidence == 0.3
+
+
+def test_reset_forgets_what_drafts_came_to() -> None:
+    policy = CostAwareLength(CPU)
+    engine = engine_of(model_of(named("llama")), "adversary", {}, max_draft_tokens=6, policy=policy)
+
+    def drafted() -> int:
+        request = add(engine, prompts(9)[0], 40)
+        while engine.has_unfinished:
+            engine.step()
+        engine.forget(request.request_id)
+        return request.stats.num_draft_tokens
+
+    first, again = drafted(), drafted()
+    assert again < first  # it knows by then that nothing comes of it
+    policy.reset()
+    assert policy._cost.is_blank
+    assert drafted() == first

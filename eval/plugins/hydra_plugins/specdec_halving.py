@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,7 +64,7 @@ class SuccessiveHalving(Sweeper):
             number += len(batch)
             returns.append(done)
             scores = {job: one.return_value for job, one in zip(jobs, done, strict=True)}
-        self._show(scores)
+        self._show(scores, set(arguments))
         return returns
 
     def jobs(self, arguments: Sequence[str]) -> list[Job]:
@@ -86,14 +86,14 @@ class SuccessiveHalving(Sweeper):
             raise ConfigError("there is one setting only: give hydra.sweeper.grids, or several values to a key")
         return found
 
-    def _show(self, scores: dict[Job, float | None]) -> None:
+    def _show(self, scores: dict[Job, float | None], common: Collection[str]) -> None:
         console = Console()
         table = Table(title="the last round", box=None, pad_edge=False)
         table.add_column("settings", overflow="fold")
         table.add_column("speedup", justify="right")
         ranked = ranking(scores)
         for job in ranked:
-            table.add_row(Text(" ".join(job)), f"{scores[job]:.2f}x")
+            table.add_row(Text(" ".join(word for word in job if word not in common)), f"{scores[job]:.2f}x")
         console.print(table)
         if not ranked or (scores[ranked[0]] or 0.0) <= 1.0:
             console.print("nothing is faster than no drafting here: use drafter none", highlight=False)
