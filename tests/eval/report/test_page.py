@@ -188,7 +188,7 @@ def test_the_headline_keeps_rates_of_trees_apart_and_marks_lossy_variants(point_
 
 def test_a_large_sweep_is_cut_and_the_csv_has_it_all(sweep_page: Path) -> None:
     assert len(list(sweep_page.parent.glob("speedup-?.png"))) == MOST_POINTS_DRAWN
-    assert f"first {MOST_POINTS_DRAWN} that have them" in sweep_page.read_text()
+    assert f"those of {MOST_POINTS_DRAWN} of them" in sweep_page.read_text()
     with (sweep_page.parent / "figures.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len({row["point"] for row in rows}) == 8
