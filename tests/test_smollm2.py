@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.resources import files
 from typing import Any
 
 import pytest
 import torch
-from omegaconf import OmegaConf
+from hydra import compose, initialize_config_module
 
 from specdec import LLM
 from specdec.debug.near_tie import NEAR_TIES
@@ -37,8 +36,8 @@ DRAFTERS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def prompts(smollm2: tuple[Any, Any]) -> list[list[int]]:
     """Return the first four built-in prompts through the chat template: of unequal lengths."""
-    config = OmegaConf.load(str(files("specdec.configs") / "prompts" / "builtin.yaml"))
-    texts, _ = load_texts(config)
+    with initialize_config_module("specdec.configs", version_base="1.3"):
+        texts, _ = load_texts(compose("overhead", ["prompts=builtin"]).prompts)
     return encode(llm_of(smollm2, "none"), texts[:4], chat=True)
 
 
