@@ -14,10 +14,15 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file so that whoever reads it, also after a kill or on a full disk, finds the old text or the new one."""
+    """Write a text file as `write_bytes` does."""
+    write_bytes(path, text.encode("utf-8"))
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file so that whoever reads it, also after a kill or on a full disk, finds the old one or the new one."""
     spare = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        spare.write_text(text, encoding="utf-8")
+        spare.write_bytes(content)
         spare.replace(path)
     finally:
         spare.unlink(missing_ok=True)

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from typing import Any
 
-from omegaconf import OmegaConf
-
 from specdec.build import split_options
 from specdec.errors import ConfigError
 from specdec.eval.peers import PEERS
@@ -52,16 +50,6 @@ class ComparisonConfig:
             raise ConfigError(f"beside={self.beside!r}; allowed: {{NAME: {{setting: value}}}}")
         for name, settings in self.beside.items():
             check_beside(str(name), settings)
-
-
-def check_comparison(config: Any) -> None:
-    """Raise ConfigError for a setting of a comparison that has the wrong type or is out of its range.
-
-    Args:
-        config: what comparison.yaml has at its top, and perhaps more.
-    """
-    given: Any = OmegaConf.to_container(config, resolve=True)
-    ComparisonConfig(**{f.name: given[f.name] for f in fields(ComparisonConfig) if f.name in given})
 
 
 def check_beside(name: str, settings: Any) -> None:

@@ -13,6 +13,7 @@ import torch
 from specdec.api import LLM, measure_step_times
 from specdec.eval.gpu_rig import NO_FLASH, RANDOM, Rig, token_ids
 from specdec.eval.gpu_sections import Check, Finding, NotHere
+from specdec.eval.peers.interface import wait_for
 from specdec.stats import EngineStats
 
 _ATTENTION = ("auto", "sdpa")
@@ -46,11 +47,6 @@ def _llm(rig: Rig, dtype: torch.dtype, drafter: str = "none", **options: Any) ->
     return llm
 
 
-def _wait(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
-
-
 def _step_times(rig: Rig, dtype: torch.dtype, attention: str) -> Finding:
     llm = _llm(rig, dtype, attention=attention)
     context, rows = rig.config.context_tokens, list(rig.config.rows)
@@ -69,10 +65,10 @@ def _prefill(rig: Rig, dtype: torch.dtype, attention: str) -> Finding:
         llm = _llm(rig, dtype, attention=attention, prefill_chunk_tokens=chunk)
         times = []
         for _ in range(3):
-            _wait(rig.device)
+            wait_for(rig.device)
             start = time.perf_counter()
             llm.generate(prompt, max_new_tokens=1)
-            _wait(rig.device)
+            wait_for(rig.device)
             times.append(time.perf_counter() - start)
         rates[str(chunk)] = num_tokens / sorted(times)[1]
     shown = ", ".join(f"{rate:.0f} in chunks of {chunk}" for chunk, rate in rates.items())

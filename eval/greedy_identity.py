@@ -10,6 +10,7 @@ import torch
 
 from specdec.api import LLM
 from specdec.debug.near_tie import behind, first_difference, near_tie_limit, top_gap
+from specdec.eval.next_scores import next_scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,19 +38,7 @@ class _TopGap:
 
 def next_logits(model: Any, prefix: Sequence[int]) -> torch.Tensor:
     """Return the logits [V] that transformers' greedy generate() chooses the next token by, processors applied."""
-    ids = torch.tensor([list(prefix)], device=model.device)
-    out = model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=1,
-        do_sample=False,
-        eos_token_id=-1,
-        pad_token_id=0,
-        return_dict_in_generate=True,
-        output_scores=True,
-    )
-    scores: torch.Tensor = out.scores[0][0]
-    return scores.double()
+    return next_scores(model, torch.tensor([list(prefix)], device=model.device))[0]
 
 
 def first_divergence(

@@ -31,13 +31,14 @@ from specdec.eval.greedy_identity import (
     only_near_ties,
 )
 from specdec.eval.hydra_main import hydra_main
-from specdec.eval.lossless_config import check_lossless
+from specdec.eval.lossless_config import LosslessConfig
 from specdec.eval.lossless_report import page, show, verdict
 from specdec.eval.peers.hf import transformers_answer
 from specdec.eval.prompt_fit import LEAST_NEW_TOKENS
 from specdec.eval.questions import load_questions
 from specdec.eval.records import LeftOut
 from specdec.eval.sampling_tests import Drawn, as_row, compare, draw
+from specdec.eval.setting_checks import check_settings
 from specdec.eval.target_law import target_law
 from specdec.provenance import provenance
 
@@ -70,7 +71,7 @@ class _Wanted:
 
 def measure(config: Any) -> dict[str, Any]:
     """Compare every drafter, dtype and batch size with transformers, then what is drawn with the target's law."""
-    check_lossless(config)
+    check_settings(LosslessConfig, config)
     wanted = _wanted(config)
     checks: list[dict[str, Any]] = []
     sampling, left_out, too_long = None, list[dict[str, str]](), list[LeftOut]()

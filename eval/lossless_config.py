@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
-
-from omegaconf import OmegaConf
 
 from specdec.errors import ConfigError
 from specdec.eval.setting_checks import check_amount, check_integer, check_list
@@ -73,13 +71,3 @@ class LosslessConfig:
                 f"temperature={self.temperature!r}; allowed for the sampling tests: above 0. "
                 "sampling.samples=0 leaves them out"
             )
-
-
-def check_lossless(config: Any) -> None:
-    """Raise ConfigError for a setting of the report that has the wrong type or is out of its range.
-
-    Args:
-        config: what lossless.yaml has at its top, and perhaps more.
-    """
-    given: Any = OmegaConf.to_container(config, resolve=True)
-    LosslessConfig(**{f.name: given[f.name] for f in fields(LosslessConfig) if f.name in given})

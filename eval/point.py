@@ -21,7 +21,7 @@ from specdec.api import LLM, matmul_flops_per_s, measure_step_times, read_bandwi
 from specdec.errors import ConfigError, InputError, SpecdecError
 from specdec.eval.atomic import write_text, writing
 from specdec.eval.cases import Cases, make_cases
-from specdec.eval.comparison import check_comparison
+from specdec.eval.comparison import ComparisonConfig
 from specdec.eval.records import (
     CONFIG,
     ERROR,
@@ -36,6 +36,7 @@ from specdec.eval.records import (
     whole_bytes,
 )
 from specdec.eval.runner import Run
+from specdec.eval.setting_checks import check_settings
 from specdec.eval.summary import summarise
 from specdec.eval.target import load_target
 from specdec.eval.variants import Variants, build_variants
@@ -80,7 +81,7 @@ def measure_point(
         InputError: what is in it is corrupt.
         SpecdecError: the folder cannot be written.
     """
-    check_comparison(config)
+    check_settings(ComparisonConfig, config)
     with _locked(folder):
         earlier = _earlier(folder)
         _take(folder, measured_part(config), earlier is None)

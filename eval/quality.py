@@ -28,9 +28,10 @@ from specdec.eval.metrics.agreement import Answers, agreements, exact_match_rate
 from specdec.eval.metrics.columns import with_interval
 from specdec.eval.perplexity import Score, perplexity, score
 from specdec.eval.point_view import number, show_left_out
-from specdec.eval.quality_config import check_quality
+from specdec.eval.quality_config import QualityConfig
 from specdec.eval.questions import Question, load_questions
 from specdec.eval.records import LeftOut
+from specdec.eval.setting_checks import check_settings
 from specdec.eval.target import load_target
 from specdec.interfaces import SamplingParams
 from specdec.provenance import provenance
@@ -45,7 +46,7 @@ _LEVEL = 0.95
 
 def measure(config: Any) -> dict[str, Any]:
     """Answer the prompts with the rule and without drafts, and return how the answers differ."""
-    check_quality(config)
+    check_settings(QualityConfig, config)
     base = load_target(config)
     options: dict[str, Any] = llm_options(config) | {"dtype": None}
     llm = LLM(base.model, tokenizer=base.tokenizer, **options)

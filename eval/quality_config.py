@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
-from typing import Any
-
-from omegaconf import OmegaConf
+from dataclasses import dataclass
 
 from specdec.errors import ConfigError
 from specdec.eval.setting_checks import check_amount, check_flag, check_integer
@@ -33,13 +30,3 @@ class QualityConfig:
                 f"temperature={self.temperature} without a seed: answers could not be compared; give one, such as "
                 "seed=0"
             )
-
-
-def check_quality(config: Any) -> None:
-    """Raise ConfigError for a setting of the measurement that has the wrong type or is out of its range.
-
-    Args:
-        config: what quality.yaml has at its top, and perhaps more.
-    """
-    given: Any = OmegaConf.to_container(config, resolve=True)
-    QualityConfig(**{f.name: given[f.name] for f in fields(QualityConfig) if f.name in given})

@@ -3,11 +3,25 @@
 from __future__ import annotations
 
 import math
+from dataclasses import fields
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from specdec.errors import ConfigError
 
 _LARGEST = 2**63 - 1  # what torch takes as a seed or a size
+
+
+def check_settings(kind: type, config: Any) -> None:
+    """Raise ConfigError for a setting that has the wrong type or is out of its range: build its class, which checks.
+
+    Args:
+        kind: a dataclass of settings.
+        config: what a measurement's file has at its top, and perhaps more.
+    """
+    given: Any = OmegaConf.to_container(config, resolve=True)
+    kind(**{f.name: given[f.name] for f in fields(kind) if f.name in given})
 
 
 def check_integer(name: str, value: Any, least: int, optional: bool = False) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from specdec.eval.goodness_of_fit import log_moments
+from specdec.eval.next_scores import next_scores
 
 Path = tuple[int, ...]  # tokens after the prompt
 NUM_GROUPS = 64  # of the vocabulary, by token id modulo this
@@ -122,15 +123,4 @@ class _Scorer:
         padded = paths + [paths[-1]] * (_BATCH - len(paths))  # the copied KV is that of a whole batch
         ids = torch.tensor([[*self._prompt, *path] for path in padded], device=self._model.device)
         known = {} if self._kv is None else {"past_key_values": copy.deepcopy(self._kv)}
-        out = self._model.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=1,
-            do_sample=False,
-            eos_token_id=-1,
-            pad_token_id=0,
-            return_dict_in_generate=True,
-            output_scores=True,
-            **known,
-        )
-        return out.scores[0][: len(paths)].double().cpu()
+        return next_scores(self._model, ids, **known)[: len(paths)].cpu()

@@ -142,6 +142,10 @@ class Variants:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Give back what peers hold."""
         self._held.close()
 
     @property
@@ -186,7 +190,7 @@ def build_variants(base: LLM, config: Any) -> Variants:
             except PeerAbsent as error:
                 variants.absent.append({"name": str(name), "reason": str(error)})
     except BaseException:
-        variants._held.close()
+        variants.close()
         raise
     return variants
 

@@ -12,6 +12,7 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from specdec.errors import InputError
+from specdec.eval.atomic import write_bytes
 from specdec.eval.records import CONTROL
 from specdec.eval.report import tables
 from specdec.eval.report.acceptance_figures import acceptance_by_category, acceptance_by_position
@@ -99,7 +100,7 @@ def _write_report(found: Gathered, folder: Path) -> Path:
     earlier = _listed(folder)
     _write_list(folder, earlier | contents.keys())
     for name, content in contents.items():
-        _write(folder / name, content)
+        write_bytes(folder / name, content)
     for name in earlier - contents.keys():
         (folder / name).unlink(missing_ok=True)
     _write_list(folder, set(contents))
@@ -116,16 +117,7 @@ def _listed(folder: Path) -> set[str]:
 
 
 def _write_list(folder: Path, names: Collection[str]) -> None:
-    _write(folder / LIST_FILE, "".join(f"{name}\n" for name in sorted(names)).encode())
-
-
-def _write(path: Path, content: bytes) -> None:
-    half = path.with_name(f".{path.name}.half")
-    try:
-        half.write_bytes(content)
-        half.replace(path)
-    finally:
-        half.unlink(missing_ok=True)
+    write_bytes(folder / LIST_FILE, "".join(f"{name}\n" for name in sorted(names)).encode())
 
 
 def _draw(found: Gathered) -> _Figures:

@@ -13,10 +13,11 @@ from omegaconf import OmegaConf
 from specdec import ConfigError
 from specdec.eval import halving
 from specdec.eval import hydra_main as module
-from specdec.eval.comparison import ComparisonConfig, check_comparison
+from specdec.eval.comparison import ComparisonConfig
 from specdec.eval.entry import print_error
 from specdec.eval.hydra_main import hydra_main, prepare
 from specdec.eval.records import RECORDS
+from specdec.eval.setting_checks import check_settings
 from tests.configs.test_overrides import composed, refused
 
 halving.register()  # as specdec.eval.sweep does
@@ -116,10 +117,10 @@ def test_every_value_of_a_sweep_is_in_range() -> None:
 
 
 def test_a_comparison_is_checked_without_hydra_too() -> None:
-    check_comparison(OmegaConf.create({"repeats": 2, "target": {"name": "x"}}))
+    check_settings(ComparisonConfig, OmegaConf.create({"repeats": 2, "target": {"name": "x"}}))
     for wrong in ({"repeats": True}, {"peers": "foo"}, {"beside": 5}, {"control": 1}, {"question": 5}):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
-            check_comparison(OmegaConf.create(wrong))
+            check_settings(ComparisonConfig, OmegaConf.create(wrong))
     assert ComparisonConfig().repeats == 3
 
 

@@ -28,9 +28,10 @@ from specdec.eval.goodness_of_fit import (
     tilts_evidence,
     uniform_p_value,
 )
-from specdec.eval.lossless_config import check_lossless
+from specdec.eval.lossless_config import LosslessConfig
 from specdec.eval.lossless_report import page, verdict
 from specdec.eval.sampling_tests import compare, draw
+from specdec.eval.setting_checks import check_settings
 from specdec.eval.target_law import target_law
 from specdec.interfaces import Noise
 from tests.tiny_chat_model import save_tiny_chat_model
@@ -295,7 +296,7 @@ def test_settings_that_mean_nothing(tiny: Path, overrides: list[str], message: s
 def test_values_of_a_wrong_type(name: str, value: Any) -> None:
     """Whoever calls `measure` without Hydra is told too."""
     with pytest.raises(ConfigError, match=name):
-        check_lossless(OmegaConf.create({name: value}))
+        check_settings(LosslessConfig, OmegaConf.create({name: value}))
 
 
 def test_a_prompt_that_does_not_fit_is_left_out_and_named(tiny: Path, tmp_path: Path) -> None:

@@ -20,7 +20,8 @@ from specdec.drafters.testing import RandomDrafter
 from specdec.eval import perplexity, quality
 from specdec.eval.final_answer import FinalAnswers, final_number, grade, mcnemar, reference_number
 from specdec.eval.perplexity import Score, score
-from specdec.eval.quality_config import check_quality
+from specdec.eval.quality_config import QualityConfig
+from specdec.eval.setting_checks import check_settings
 from specdec.interfaces import Noise
 from tests.tiny_chat_model import save_tiny_chat_model
 
@@ -250,7 +251,7 @@ def test_bad_input_is_refused(tiny: Path, overrides: list[str], message: str) ->
 @pytest.mark.parametrize(("name", "value"), [("seed", "foo"), ("control", "x"), ("batch_size", 1.5), ("seed", True)])
 def test_values_of_a_wrong_type(name: str, value: Any) -> None:
     with pytest.raises(ConfigError, match=f"{name}={value!r}"):
-        check_quality(OmegaConf.create({name: value}))
+        check_settings(QualityConfig, OmegaConf.create({name: value}))
 
 
 class RaisingDrafter(RandomDrafter):

@@ -133,7 +133,6 @@ def test_tune_prints_the_command_to_use(known: Path, tmp_path: Path) -> None:
     assert per_round == [3, 2, 2]
 
 
-@pytest.mark.skipif(sys.platform == "darwin", reason="ray workers need fork-safe BLAS")
 def test_ray_runs_points_on_two_workers(known: Path, tmp_path: Path) -> None:
     pytest.importorskip("hydra_plugins.hydra_ray_launcher.ray_launcher", reason="hydra-ray-launcher is not installed")
     folder = tmp_path / "ray"
