@@ -167,7 +167,7 @@ def real(bench: _Bench, progress: Progress) -> list[dict[str, Any]]:
     llms = {(d, p): bench.llm(d, p) for d in config.real for p in ("static", "cost_aware")}
     variants = {"none": bench.none} | {f"{d} {p}": llm for (d, p), llm in llms.items()}
     prompts = bench.prompts[: config.real_prompts]
-    order = list(turns(list(variants), len(prompts), config.real_repeats))
+    order = list(turns(list(variants), [[str(i)] for i in range(len(prompts))], config.real_repeats))
     bar = progress.add_task("real", total=len(order))
     done: dict[str, dict[int, Completion]] = {name: {} for name in variants}
     for llm in variants.values():  # a warm-up

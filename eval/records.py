@@ -163,15 +163,26 @@ class Sample:
         the rows, since some requests decode while others' prompts are computed. Of a peer's batch: from when all have
         their first token.
         """
-        alone, known = len(self.requests) == 1, all(r.prefill_s is not None for r in self.requests)
-        if known and not alone:
+        if self._is_split:
             return self.total_s - sum(r.prefill_s or 0.0 for r in self.requests)
         return self.total_s - max(r.ttft_s for r in self.requests)
 
     @property
     def num_decode_tokens(self) -> int:
-        """Return how many tokens came by decoding: all but the first of each request."""
-        return self.num_tokens - len(self.requests)
+        """Return how many tokens came in that time.
+
+        All but the first emission of each request, which is one token in this engine and may be more in a peer that
+        drafts before its first forward. Of a peer's batch: what was emitted after all had their first token.
+        """
+        if self._is_split:
+            return sum(len(r.token_ids) - int(r.emissions[0][1]) for r in self.requests)
+        start = max(r.ttft_s for r in self.requests)
+        return sum(int(count) for r in self.requests for at, count in r.emissions if at > start)
+
+    @property
+    def _is_split(self) -> bool:
+        """Whether it is a batch whose steps are known to be of prefill or of decoding, by the row."""
+        return len(self.requests) > 1 and all(r.prefill_s is not None for r in self.requests)
 
 
 @dataclass(frozen=True, slots=True)

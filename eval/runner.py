@@ -38,7 +38,8 @@ class Run:
         self._variants = {variant.info.name: variant for variant in variants}
         self._cases, self._max_new_tokens = cases, max_new_tokens
         self._batches = cases.batches(batch_size)
-        self._turns = list(turns(list(self._variants), len(self._batches), repeats))
+        names = [[cases.cases[i].name for i in batch] for batch in self._batches]
+        self._turns = list(turns(list(self._variants), names, repeats))
         self._done = {(s.variant, s.repeat, s.batch) for s in earlier}
         self._inside_s = sum(s.total_s for s in earlier)
         self._before_s = max((s.start_s + s.total_s for s in earlier), default=0.0)  # the clock goes on from there
