@@ -2,7 +2,7 @@
 
     python -m specdec.eval.acceptance target=smollm2 drafter=ngram prompts=jsonl prompts.path=FILE
 
-Exit code 0 = measured, and greedy ids are the undrafted run's but for near-ties (a lossy verifier's may be any), 1 =
+Exit code 0 = measured, and greedy ids are the undrafted run's but for near-ties (a lossy variant's may be any), 1 =
 they are not, 2 = bad input.
 """
 
@@ -29,7 +29,7 @@ console = Console()
 
 
 def measure(config: Any) -> bool:
-    """Measure, print and write; return whether the check found nothing that a lossless rule may not do."""
+    """Measure, print and write; return whether the check found nothing that a lossless variant may not do."""
     records, summary = run_point(config, console)
     for name, own in summary["variants"].items():
         if own["num_steps"] and name != BASELINE:
@@ -47,7 +47,7 @@ def _show_variant(name: str, records: Records, summary: dict[str, Any]) -> None:
     header, whole = records.header, summary["variants"][name]
     info = next(info for info in header.variants if info.name == name)
     how = "greedy" if header.temperature == 0 else f"temperature {header.temperature}"
-    lossy = "" if info.lossless else " (LOSSY verifier)"
+    lossy = "" if info.lossless else " (LOSSY)"
     table = Table(title=Text(f"{name}, {info.max_draft_tokens} draft tokens, {how}, {info.verifier}{lossy}"))
     for column in ("", "loops", "cut", "95 %", "all", "no loops", "node rate" if whole["tree"] else "rate"):
         table.add_column(column, justify="right" if column else "left")

@@ -31,7 +31,7 @@ def over(baseline: Sequence[BatchRun], variant: Sequence[BatchRun]) -> dict[str,
     pairs = []
     for a, b in zip(baseline, variant, strict=True):
         assert a.number == b.number, "runs are paired by their round"
-        pairs.append((a.number, a.decode_s / a.num_tokens, b.decode_s / b.num_tokens))
+        pairs.append((a.number, 0, a.decode_s / a.num_tokens, b.decode_s / b.num_tokens))
     found = speedup(pairs)
     assert found is not None, "at least one round was run"
     return asdict(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 from specdec.build import split_options
 from specdec.errors import ConfigError
-from specdec.eval.peers import PEERS
+from specdec.eval.peers import OPTIONS, PEERS
 from specdec.eval.setting_checks import check_amount, check_flag, check_integer
 from specdec.registry import DRAFTERS, VERIFIERS, named_parameters, refuse_unknown
 
@@ -24,6 +24,7 @@ class ComparisonConfig:
 
     beside: dict[str, Any] = field(default_factory=dict)  # more variants, by name, each with what differs
     peers: list[str] = field(default_factory=list)  # other libraries: specdec.eval.peers, see docs/peers.md
+    peer_options: dict[str, Any] = field(default_factory=dict)  # by peer: {num_draft_tokens: 4, draft_model: PATH}
     control: bool = True  # the undrafted engine a second time: its ratio shows what noise does
     batch_size: int = 1  # prompts per call
     max_new_tokens: int = 128
@@ -46,6 +47,7 @@ class ComparisonConfig:
         if self.question is not None and not isinstance(self.question, str):
             raise ConfigError(f"question={self.question!r}; allowed: a text or null")
         _check_peers(self.peers)
+        _check_peer_options(self.peer_options)
         if not isinstance(self.beside, dict):
             raise ConfigError(f"beside={self.beside!r}; allowed: {{NAME: {{setting: value}}}}")
         for name, settings in self.beside.items():
@@ -113,3 +115,19 @@ def _check_peers(peers: Any) -> None:
             raise ConfigError(f"peers={peers} has the unknown {name!r};{hint} available: {', '.join(PEERS)}")
     if len(set(peers)) < len(peers):
         raise ConfigError(f"peers={peers} has a name twice; give each once")
+
+
+def _check_peer_options(options: Any) -> None:
+    """Raise ConfigError for an option that its peer does not have, or does not take with such a value."""
+    if not isinstance(options, dict):
+        raise ConfigError(f"peer_options={options!r}; allowed: {{PEER: {{option: value}}}}")
+    refuse_unknown("this comparison", map(str, options), PEERS, before="peer_options.")
+    for name, settings in options.items():
+        before = f"peer_options.{name}"
+        if not isinstance(settings, dict):
+            raise ConfigError(f"{before}={settings!r}; allowed: {{option: value}}, or {{}}")
+        refuse_unknown(f"the peer {name!r}", settings, OPTIONS.get(str(name), ()), before=f"{before}.")
+        check_integer(f"{before}.num_draft_tokens", settings.get("num_draft_tokens"), 1, optional=True)
+        model = settings.get("draft_model")
+        if model is not None and not isinstance(model, str):
+            raise ConfigError(f"{before}.draft_model={model!r}; allowed: a path or name, or null")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -10,11 +11,12 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from specdec.errors import ConfigError
-from specdec.eval.prompt_columns import ROLES, Columns
+from specdec.eval.prompt_columns import ASSISTANTS, ROLES, USERS, Columns
 from specdec.eval.prompt_rows import read_rows
 from specdec.registry import refuse_unknown
 
 log = logging.getLogger("specdec")
+_REASONS_SHOWN = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +75,8 @@ class Conversation:
 def load_conversations(config: Any) -> list[Conversation]:
     """Return every conversation of a `prompts` config, in the order of the rows.
 
-    Conversations that do not begin with a text of the user are left out, and their number is logged.
+    Conversations that do not begin with a text of the user are left out, others are cut before what cannot be played;
+    how many and why is logged.
 
     Args:
         config: a `PromptsConfig`, or anything with some of its fields; fields it lacks have their defaults.
@@ -126,9 +129,11 @@ def _of_rows(settings: PromptsConfig) -> list[Conversation]:
     if not rows:
         raise ConfigError(f"prompts.path={settings.path!r} has no rows; a prompt set needs at least one")
     columns = Columns(settings.columns, settings.path, rows)
-    found = []
+    found, cut, left_out = [], Counter[str](), Counter[str]()
     for number, row in enumerate(rows):
         said = columns.said(row)
+        if said.end is not None:
+            (cut if said.turns else left_out)[said.end] += 1
         if not said.turns:
             continue
         turns = said.turns if said.is_conversation else (_instructed(said.turns[0], settings),)
@@ -137,15 +142,27 @@ def _of_rows(settings: PromptsConfig) -> list[Conversation]:
         found.append(Conversation(name or str(number), category or settings.category, turns, system, reference))
     if not found:
         raise ConfigError(
-            f"prompts.path={settings.path!r}: none of its {len(rows)} conversations begins with a text of the user; "
-            "a greeting of the assistant has to be removed, and other speakers cannot be played"
+            f"prompts.path={settings.path!r}: none of its {len(rows)} conversations begins with a text of the user: "
+            f"{_counts(left_out)}. Remove what comes before it, or rename roles: {', '.join(USERS)} for the user, "
+            f"{', '.join(ASSISTANTS)} for who answers"
         )
-    if len(found) < len(rows):
+    if left_out:
         log.info(
-            "%s: %d of %d conversations left out, they do not begin with a text of the user",
-            settings.path, len(rows) - len(found), len(rows),
+            "%s: %d of %d conversations left out, they do not begin with a text of the user: %s",
+            settings.path, left_out.total(), len(rows), _counts(left_out),
+        )  # fmt: skip
+    if cut:
+        log.info(
+            "%s: %d of %d conversations end before their last message, at %s",
+            settings.path, cut.total(), len(rows), _counts(cut),
         )  # fmt: skip
     return found
+
+
+def _counts(reasons: Counter[str]) -> str:
+    """Return the most frequent reasons, each with its number."""
+    shown = [f"{reason} ({count})" for reason, count in reasons.most_common(_REASONS_SHOWN)]
+    return ", ".join([*shown, "..."] if len(reasons) > _REASONS_SHOWN else shown)
 
 
 def _instructed(text: str, settings: PromptsConfig) -> str:

@@ -12,26 +12,42 @@ from typing import Any
 from specdec.eval.ratios import micro_interval
 
 _MARK = "####"
+# In an answer, with a number directly behind it: "#### **$12**", not "#### Step 2".
+_MARKED = re.compile(r"(?<!#)####(?!#)(?=(?:[^\w\n#]|_|\\boxed)*\d)")
+_ASIDE = re.compile(r"(?<=\S)\s*\([^()]*\)[^\w()]*$")  # at the end of a line: 12 (3 of 15)
+# Behind the number that a Markdown heading begins with: 1. Count; 2) Add; 3: Result; 4 - Result; 5th day.
+_ORDINAL = re.compile(r"(?:st|nd|rd|th)\b|[\s*_]*(?::|(?:[.)]|\s[-\u2013\u2014])\W*\w)")
 _MOST_CHARACTERS = 100  # of a number: models that loop write thousands of digits
-# Not what ends a name or a longer number: x2, CO2, 1.2.3.
+_LEAST_QUESTIONS = 16  # of an interval: most differences are 0, and fewer say too little of how they scatter
+# Not what ends a name, a longer number or a power: x2, CO2, 1.2.3, m^2.
 _NUMBER = re.compile(
-    r"(?<![^\W_])(?<!\d\.)(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"  # 12; 1,234.50; .5
-    r"(?:[eE][-+]?\d{1,3}(?!\w)|/0*[1-9]\d*)?"  # 2e6; 1/2
+    r"(?<![^\W_])(?<!\d\.)(?<!\^)(?<!\^\{)"
+    r"(?:(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+)"  # 12; 1,234.50; .5
+    r"(?:[eE][-+]?\d{1,3}(?![^\W_])|/0*[1-9]\d*)?"  # 2e6; 1/2
 )
 # What makes it negative: -5, -$5, $-5; not 10-5, which is a range or a difference, and not - 5, which is one or a list.
-_SIGN = re.compile(r"(?:^|[^\w)\]}%])[-\u2212\u2013][$€£¥]?$")  # hyphen, minus sign, dash
+_SIGN = re.compile(r"(?:^|[^\w)\]}%]|_)[-\u2212\u2013][$€£¥]?$")  # hyphen, minus sign, dash
 
 
 def final_number(text: str) -> Fraction | None:
-    """Return the first number behind the last "####" of a text, else its last number; None without any.
+    """Return the number behind the last "####" that has one, where it can be an answer, else a text's last number.
 
-    Currency signs, units, thousands commas, decimals, fractions and signs are understood: "$1,234.50", "12 km", "-3",
-    "1/2". Numbers in words are not.
+    Units may follow in the line, but no other number, except in brackets at its end: "#### 3 + 4 = 7" and "#### 1. Add"
+    are Markdown headings. Currency signs, units, thousands commas, decimals, fractions and signs are understood:
+    "$1,234.50", "12 km", "-3", "1/2". Numbers in words are not. None if there is no number.
     """
-    _, mark, behind = text.rpartition(_MARK)
-    marked = _numbers(behind) if mark else []
-    numbers = _numbers(text)
-    return marked[0] if marked else numbers[-1] if numbers else None
+    marks = list(_MARKED.finditer(text))
+    marked = _alone(text[marks[-1].end() :].partition("\n")[0]) if marks else None
+    numbers = _numbers(text) if marked is None else [marked]
+    return numbers[-1] if numbers else None
+
+
+def _alone(line: str) -> Fraction | None:
+    """Return the number that a line begins with, if it is the only one there and not that of a heading."""
+    line = _ASIDE.sub("", line)
+    found = list(_NUMBER.finditer(line))
+    numbers = _numbers(line)
+    return numbers[0] if len(found) == len(numbers) == 1 and not _ORDINAL.match(line, found[0].end()) else None
 
 
 def reference_number(reference: str | None) -> Fraction | None:
@@ -62,7 +78,7 @@ class FinalAnswers:
     def summary(self) -> dict[str, Any]:
         """Return both accuracies, their difference with its paired 95 % interval over questions, and McNemar's test.
 
-        The interval resamples questions, both answers of one together. Of one question there is none.
+        The interval resamples questions, both answers of one together. Of few questions there is none.
 
         Source: McNemar 1947, the exact two-sided form.
         """
@@ -76,7 +92,7 @@ class FinalAnswers:
             "accuracy": sum(self.subject) / count if count else None,
             "accuracy_lossless": sum(self.reference) / count if count else None,
             "difference": (only_subject - only_reference) / count if count else None,
-            "difference_interval": micro_interval(differences),
+            "difference_interval": micro_interval(differences, least=_LEAST_QUESTIONS),
             "num_only_here": only_subject,
             "num_only_lossless": only_reference,
             "p_value": mcnemar(only_subject, only_reference),

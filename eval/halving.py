@@ -9,16 +9,19 @@ import importlib
 import itertools
 import math
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hydra.core.plugins import Plugins
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecError
 
 _FEWEST = 2
+_REASONS_SHOWN = 3
 Job = tuple[str, ...]  # one job's overrides
+Outcome = float | str  # of a job: its score, or why it has none
 
 
 def register() -> None:
@@ -33,23 +36,31 @@ def check_rounds(rungs: Any, keep: Any) -> None:
     """Raise ConfigError unless the rounds grow and each keeps a part of the settings."""
     are_numbers = isinstance(rungs, Sequence) and all(isinstance(n, int) and not isinstance(n, bool) for n in rungs)
     if not are_numbers or not rungs or rungs[0] < 1 or any(a >= b for a, b in itertools.pairwise(rungs)):
-        raise ConfigError(f"hydra.sweeper.rungs={rungs}; allowed: numbers of prompts that grow, such as [4,12,24]")
+        raise ConfigError(f"hydra.sweeper.rungs={rungs}; allowed: numbers of prompts that grow, such as [6,13,26]")
     if not isinstance(keep, int | float) or not 0 < keep < 1:
         raise ConfigError(f"hydra.sweeper.keep={keep}; allowed: a share between 0 and 1")
 
 
-def ranking(scores: dict[Job, float | None]) -> list[Job]:
-    """Return the jobs that did not fail, the fastest first."""
-    return sorted((job for job, score in scores.items() if score is not None), key=lambda job: -(scores[job] or 0.0))
+def ranking(outcomes: Mapping[Job, Outcome]) -> dict[Job, float]:
+    """Return the scores of the jobs that have one, the fastest first.
+
+    Raises:
+        SpecdecError: none has; the message says why.
+    """
+    scores = {job: outcome for job, outcome in outcomes.items() if isinstance(outcome, float)}
+    if not scores:
+        reasons = Counter(map(str, outcomes.values())).most_common()
+        shown = [f"{count} x {reason}" for reason, count in reasons[:_REASONS_SHOWN]]
+        rest = [f"and {len(reasons) - _REASONS_SHOWN} other reasons"] if len(reasons) > _REASONS_SHOWN else []
+        raise SpecdecError(f"none of {len(outcomes)} settings has a score to compare: {'; '.join([*shown, *rest])}")
+    return dict(sorted(scores.items(), key=lambda item: -item[1]))
 
 
-def survivors(scores: dict[Job, float | None], keep: float) -> list[Job]:
+def survivors(outcomes: Mapping[Job, Outcome], keep: float) -> list[Job]:
     """Return the jobs that go on to the next round, at least two: on few prompts the first places are noise.
 
     Raises:
-        ConfigError: all have failed.
+        SpecdecError: none has a score.
     """
-    ranked = ranking(scores)
-    if not ranked:
-        raise ConfigError("every setting failed in this round; their folders say why")
+    ranked = list(ranking(outcomes))
     return ranked[: max(_FEWEST, math.ceil(keep * len(ranked)))]

@@ -31,6 +31,7 @@ from specdec.eval.greedy_identity import (
     only_near_ties,
 )
 from specdec.eval.hydra_main import hydra_main
+from specdec.eval.llm_options import engine_options
 from specdec.eval.lossless_config import LosslessConfig
 from specdec.eval.lossless_report import page, show, verdict
 from specdec.eval.peers.hf import transformers_answer
@@ -40,6 +41,7 @@ from specdec.eval.records import LeftOut
 from specdec.eval.sampling_tests import Drawn, as_row, compare, draw
 from specdec.eval.setting_checks import check_settings
 from specdec.eval.target_law import target_law
+from specdec.interfaces import Verifier
 from specdec.provenance import provenance
 
 __all__ = [
@@ -77,11 +79,12 @@ def measure(config: Any) -> dict[str, Any]:
     sampling, left_out, too_long = None, list[dict[str, str]](), list[LeftOut]()
     dtypes = [config.target.dtype] if config.dtypes is None else list(config.dtypes)
     for number, dtype in enumerate(dtypes):
-        base = LLM(config.target.name, dtype=dtype, **_plain(config.engine))
+        base = LLM(config.target.name, dtype=dtype, **engine_options(config))
         questions, too_long = load_questions(base, config.prompts, LEAST_NEW_TOKENS)
         prompts = [question.token_ids for question in questions]
-        left_out = _left_out(base, wanted, config)
-        fitting = [name for name in wanted.drafters if all(left["drafter"] != name for left in left_out)]
+        refused = _refused(base, wanted, config)
+        left_out += [{"drafter": name, "dtype": _dtype(base), "reason": reason} for name, reason in refused.items()]
+        fitting = [name for name in wanted.drafters if name not in refused]
         with Progress(console=console, transient=True) as progress:
             checks += _greedy(base, prompts, {name: wanted.drafters[name] for name in fitting}, config, progress)
             if number == 0 and config.sampling.samples:
@@ -102,6 +105,10 @@ def measure(config: Any) -> dict[str, Any]:
 def _plain(options: Any) -> Options:
     """Return a part of the config as a dict."""
     return OmegaConf.to_container(options, resolve=True) or {}
+
+
+def _dtype(base: LLM) -> str:
+    return str(base.model.dtype).removeprefix("torch.")
 
 
 def _wanted(config: Any) -> _Wanted:
@@ -134,20 +141,20 @@ def _drafting(base: LLM, name: str, options: Options, config: Any, verifier: str
         drafter_options=options,
         verifier=verifier or config.verifier.name,
         verifier_options={} if verifier else _plain(config.verifier.options),
-        **{**more, **_plain(config.engine)},
+        **(engine_options(config) | more),
     )
 
 
-def _left_out(base: LLM, wanted: _Wanted, config: Any) -> list[dict[str, str]]:
-    """Return which of the default drafters are none for this target, and why."""
-    found = []
+def _refused(base: LLM, wanted: _Wanted, config: Any) -> dict[str, str]:
+    """Return which of the default drafters are none for this target in its dtype, and why."""
+    found = {}
     for name, options in wanted.drafters.items():
         try:
             _drafting(base, name, options, config)
         except IncompatibleDrafterError as error:
             if wanted.is_chosen:
                 raise
-            found.append({"drafter": name, "reason": str(error).partition(". ")[0]})  # the rest is advice
+            found[name] = str(error).partition(". ")[0]  # the rest is advice
     return found
 
 
@@ -174,15 +181,15 @@ def _sampling(
     """Draw with every drafter and rule first: their paths are then looked up in the target's law together."""
     settings = config.sampling
     chosen = _short_enough(base, prompts, settings)
-    rows: list[tuple[str, LLM, Drawn]] = []
+    rows: list[tuple[str, Verifier, Drawn]] = []  # without the LLMs, which keep KV for prompts that begin alike
     for name, options in drafters.items():
         for rule in _rules(_drafting(base, name, options, config), config.verifier.name):
-            llm = _drafting(base, name, options, config, rule, prefix_caching=True)
+            llm = _drafting(base, name, options, config, rule, prefix_caching=True)  # a prompt is prefilled once
             bar = progress.add_task(f"sampled, {name}", total=settings.samples * len(chosen))
             seed = settings.seed + len(rows)
             shape = settings.samples, settings.tokens, config.temperature
             drawn = draw(llm, chosen, *shape, seed, partial(progress.advance, bar))
-            rows.append((name, llm, drawn))
+            rows.append((name, llm.engine.verifiers.sampled, drawn))
     bar = progress.add_task("the target's law", total=len(chosen))
     laws = []
     for i, prompt in enumerate(chosen if rows else []):
@@ -190,11 +197,10 @@ def _sampling(
         laws.append(target_law(base.model, prompt, drawn_there, settings.samples, config.temperature))
         progress.advance(bar)
     tests = []
-    for name, llm, drawn in rows:
-        used = llm.engine.verifiers.sampled
+    for name, used, drawn in rows:
         tests.append(as_row(name, used.name, used.lossless, drawn, compare(drawn.paths, laws, settings.seed)))
     return {
-        "dtype": str(base.model.dtype).removeprefix("torch."),
+        "dtype": _dtype(base),
         "temperature": config.temperature,
         "num_samples": settings.samples,
         "num_tokens": settings.tokens,

@@ -195,7 +195,7 @@ def _titles(result: dict[str, Any]) -> Iterator[tuple[str, Rows]]:
 def _left_out(result: dict[str, Any]) -> Iterator[str]:
     """Yield a line for each drafter and prompt that was left out."""
     for left in result["left_out"]:
-        yield f"left out: {left['drafter']}, {left['reason']}"
+        yield f"left out in {left['dtype']}: {left['drafter']}, {left['reason']}"
     prompts = result["left_out_prompts"]
     if prompts:
         names = ", ".join(row["name"] for row in prompts[:_NAMES_SHOWN]) + ", ..." * (len(prompts) > _NAMES_SHOWN)
@@ -223,9 +223,10 @@ def page(result: dict[str, Any]) -> str:
     config, made = result["config"], result["provenance"]
     parts = [f"# Losslessness of drafting with {config['target']['name']}", f"**{verdict(result)}**"]
     for title, rows in _titles(result):
-        cells = [[cell.replace("\n", "<br>").replace("|", "\\|") for cell in row] for row in rows]
+        cells = [[cell.replace("\n", "<br>") for cell in row] for row in rows]
         parts.append(f"{title[0].upper()}{title[1:]}:\n\n{markdown_table(cells)}".rstrip())
     parts += [f"{line[0].upper()}{line[1:]}" for line in _left_out(result)]
-    dirty = " with changes" if made["git_dirty"] else ""
-    parts.append(f"Made {made['time']} at {made['git_sha']}{dirty}; the JSON file beside this page holds the rest.")
+    changes = " with changes" if made["git_dirty"] else ""
+    code = f"{made['git_sha']}{changes}" if made["git_sha"] else "code that is not known"
+    parts.append(f"Made {made['time']} at {code}; the JSON file beside this page holds the rest.")
     return "\n\n".join(parts) + "\n"

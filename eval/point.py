@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import logging
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,6 +36,7 @@ from specdec.eval.records import (
 )
 from specdec.eval.runner import Run
 from specdec.eval.setting_checks import check_settings
+from specdec.eval.sources import digests
 from specdec.eval.summary import summarise
 from specdec.eval.target import load_target
 from specdec.eval.variants import Variants, build_variants
@@ -53,10 +53,11 @@ Progress = Callable[[int, int], None]  # (samples done, of)
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Where in a sweep a point stands."""
+    """Where in a sweep a point stands, and which files it stands on."""
 
     name: str
     overrides: dict[str, Any]
+    sources: dict[str, str]
 
 
 def measure_point(
@@ -77,25 +78,28 @@ def measure_point(
         progress: told after each sample.
 
     Raises:
-        ConfigError: the folder holds another point, is in use, or the config is wrong.
+        ConfigError: the folder holds another point, or is in use; a file that the config names has changed; or the
+            config is wrong.
         InputError: what is in it is corrupt.
         SpecdecError: the folder cannot be written.
     """
     check_settings(ComparisonConfig, config)
     with _locked(folder):
         earlier = _earlier(folder)
+        if earlier is not None:
+            _check_settings(folder, earlier.header, config)
         _take(folder, measured_part(config), earlier is None)
-        _compare_session(folder / PROVENANCE)
-        if earlier is None or earlier.end is None:
-            try:
-                _measure(config, folder, earlier, Origin(name, overrides or {}), progress)
-            finally:
-                gc.collect()  # engines are in cycles: their caches would stay beside the next point's
-        records = read_records(folder / RECORDS)
-        if earlier is None or earlier.end is None or not (folder / SUMMARY).exists():
-            with writing(folder):
-                write_text(folder / SUMMARY, json.dumps(summarise(records), indent=1))
-        (folder / ERROR).unlink(missing_ok=True)
+        with _noting_errors(folder):
+            sources = digests(config)
+            if earlier is not None:
+                _check_sources(folder, earlier.header, sources)
+            _compare_session(folder / PROVENANCE)
+            if earlier is None or earlier.end is None:
+                _measure(config, folder, earlier, Origin(name, overrides or {}, sources), progress)
+            records = read_records(folder / RECORDS)
+            if earlier is None or earlier.end is None or not (folder / SUMMARY).exists():
+                with writing(folder):
+                    write_text(folder / SUMMARY, json.dumps(summarise(records), indent=1))
     return records
 
 
@@ -114,13 +118,21 @@ def measured_part(config: Any) -> dict[str, Any]:
     return {key: value for key, value in resolved.items() if key not in UNMEASURED}
 
 
-def note_error(folder: Path, error: BaseException) -> None:
-    """Leave an error in a point's folder, if it can be written and is not that of a finished point."""
-    if is_finished(folder):
-        return
+@contextmanager
+def _noting_errors(folder: Path) -> Iterator[None]:
+    """Leave what goes wrong in a folder that is taken, in place of what went wrong before."""
+    with writing(folder):
+        (folder / ERROR).unlink(missing_ok=True)
+    try:
+        yield
+    except Exception as error:
+        _note_error(folder, error)
+        raise
+
+
+def _note_error(folder: Path, error: Exception) -> None:
     what = {"error": type(error).__name__, "message": str(error), "traceback": traceback.format_exception(error)}
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         write_text(folder / ERROR, json.dumps(what, indent=1))
     except OSError as second:
         log.error("%s cannot be written either: %s", folder / ERROR, second)
@@ -167,18 +179,25 @@ def _take(folder: Path, mine: dict[str, Any], is_new: bool) -> None:
             write_text(path, text)
     elif theirs != yaml.safe_load(text):
         names = sorted(key for key in mine.keys() | theirs.keys() if mine.get(key) != theirs.get(key))
-        raise ConfigError(
-            f"{folder} holds another point: its {', '.join(names)} differs; give another folder, or delete it"
-        )
+        raise _other_point(folder, names)
+
+
+def _other_point(folder: Path, names: Sequence[str]) -> ConfigError:
+    return ConfigError(
+        f"{folder} holds another point: its {', '.join(names)} differs; give another folder, or delete it"
+    )
 
 
 def _earlier(folder: Path) -> Records | None:
     """Return what an earlier session measured, its unfinished last line cut off."""
     path = folder / RECORDS
-    if not path.exists():
-        return None
-    whole = whole_bytes(path)
-    if whole < path.stat().st_size:
+    try:
+        if not path.exists():
+            return None
+        whole, length = whole_bytes(path), path.stat().st_size
+    except OSError as error:
+        raise InputError(f"{path} cannot be read: {error}") from error
+    if whole < length:
         log.warning("%s ends with an unfinished line, which is dropped", path)
         with writing(folder), path.open("r+b") as file:
             file.truncate(whole)
@@ -188,7 +207,8 @@ def _earlier(folder: Path) -> Records | None:
 def _measure(config: Any, folder: Path, earlier: Records | None, origin: Origin, progress: Progress) -> None:
     begin = time.perf_counter()
     base = load_target(config)
-    with build_variants(base, config) as variants:
+    gave_up = [] if earlier is None else earlier.gave_up
+    with build_variants(base, config, gave_up) as variants:
         cases = make_cases(base, config)
         variants.expect([case.num_new_tokens for case in cases.cases])
         header = _header(config, base, variants, cases, origin)
@@ -201,12 +221,13 @@ def _measure(config: Any, folder: Path, earlier: Records | None, origin: Origin,
             max_new_tokens=config.max_new_tokens,
             repeats=config.repeats,
             earlier=() if earlier is None else earlier.samples,
+            gave_up=[info.name for info in gave_up],
         )
         run.warm_up()
         machine = None
         if config.step_times and (earlier is None or earlier.machine is None):
             machine = _machine(base, any(info.name == "transformers" for info in variants.infos))
-        counted = iter(range(1, run.num_samples + 1))
+        counted = iter(range(1, run.num_turns + 1))
         with writing(folder):
             _note_session(folder / PROVENANCE)
             writer = RecordWriter(folder / RECORDS)
@@ -215,28 +236,48 @@ def _measure(config: Any, folder: Path, earlier: Records | None, origin: Origin,
                 writer.write(header)
             if machine is not None:
                 writer.write(machine)
-            run.measure(writer, time.perf_counter() - begin, lambda: progress(next(counted), run.num_samples))
+            run.measure(writer, time.perf_counter() - begin, lambda: progress(next(counted), run.num_turns))
 
 
 def _header(config: Any, base: LLM, variants: Variants, cases: Cases, origin: Origin) -> Header:
     return Header(
         name=origin.name,
-        target=str(config.target.name),
+        **_settings(config),
         dtype=str(base.model.dtype).removeprefix("torch."),
         num_parameters=sum(p.numel() for p in base.model.parameters()),
         kv_bytes_per_token=base.engine.target.cache.bytes_per_token,
-        batch_size=config.batch_size,
-        max_new_tokens=config.max_new_tokens,
-        temperature=float(config.temperature),
-        seed=config.seed,
-        repeats=config.repeats,
         variants=variants.infos,
         cases=cases.cases,
         absent=variants.absent,
         left_out=cases.left_out,
         overrides=origin.overrides,
         question=OmegaConf.select(config, "question"),
+        sources=origin.sources,
     )
+
+
+def _settings(config: Any) -> dict[str, Any]:
+    """Return what a header says that a config says too."""
+    names = "batch_size", "max_new_tokens", "seed", "repeats"
+    own = {name: config[name] for name in names}
+    return own | {"target": str(config.target.name), "temperature": float(config.temperature)}
+
+
+def _check_settings(folder: Path, earlier: Header, config: Any) -> None:
+    """Raise ConfigError unless records are of this config, whatever the config.yaml beside them has become."""
+    names = [name for name, value in _settings(config).items() if getattr(earlier, name) != value]
+    if names:
+        raise _other_point(folder, names)
+
+
+def _check_sources(folder: Path, earlier: Header, sources: dict[str, str]) -> None:
+    """Raise ConfigError if a file is another than the one that was measured; of those that are gone nobody can tell."""
+    changed = [name for name, mark in sources.items() if earlier.sources.get(name, mark) != mark]
+    if changed:
+        raise ConfigError(
+            f"{folder} was measured with another {', '.join(changed)}, whose content has changed since; delete that "
+            "folder to measure again, or give another, hydra.run.dir=FOLDER, of a sweep hydra.sweep.dir=FOLDER"
+        )
 
 
 def _check_same(folder: Path, earlier: Header, header: Header) -> None:

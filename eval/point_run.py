@@ -1,9 +1,8 @@
-"""A point measured in the folder of a Hydra run, with a progress bar; what the user can change ends with status 2."""
+"""A point measured in the folder of a Hydra run, with a progress bar."""
 
 from __future__ import annotations
 
 import logging
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from specdec.errors import SpecdecError
-from specdec.eval.entry import print_error
-from specdec.eval.point import measure_point, note_error, read_summary
+from specdec.eval.point import measure_point, read_summary
 from specdec.eval.records import Records
 
 
@@ -34,21 +31,15 @@ def samples_bar(console: Console) -> Progress:
 def run_point(config: Any, console: Console) -> tuple[Records, dict[str, Any]]:
     """Measure what a config describes into the run's folder; return the records and their figures.
 
-    What fails is left in the folder, too.
+    Raises:
+        SpecdecError: as `measure_point` does.
     """
     quiet_libraries()
     folder = Path(HydraConfig.get().runtime.output_dir)
-    try:
-        with samples_bar(console) as bar:
-            task = bar.add_task("samples", total=None)
-            records = measure_point(
-                config, folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
-            )
-    except Exception as error:
-        note_error(folder, error)
-        if isinstance(error, SpecdecError):
-            print_error(str(error))
-            sys.exit(2)
-        raise
+    with samples_bar(console) as bar:
+        task = bar.add_task("samples", total=None)
+        records = measure_point(
+            config, folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
+        )
     console.print(Text(f"written to {folder}"), soft_wrap=True)
     return records, read_summary(folder, records)

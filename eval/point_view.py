@@ -9,7 +9,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.eval.records import BASELINE, Header, LeftOut, Records
+from specdec.eval.records import BASELINE, LeftOut, Records
+from specdec.eval.summary import drafter_faults
 
 _NAMES_SHOWN = 8  # of prompts left out; the file has all
 _ORDER_NOTED = 0.02  # a place or third of the run this much slower or faster than the others is said
@@ -73,7 +74,7 @@ def show_point(records: Records, summary: dict[str, Any], console: Console) -> N
         both = f"decode {ratio(s['decode'])}, end to end {ratio(s['e2e'])}"
         say(console, f"{s['variant']} over {s['over']}: {both}")
     _show_noise(summary, console)
-    _show_notes(header, summary, console)
+    _show_notes(records, summary, console)
     show_left_out(header.left_out, console)
 
 
@@ -109,15 +110,16 @@ def _show_noise(summary: dict[str, Any], console: Console) -> None:
         say(console, f"{loops[name]} of {answers} answers of {name} repeat themselves; without them: {calm}")
 
 
-def _show_notes(header: Header, summary: dict[str, Any], console: Console) -> None:
-    for info in header.variants:
+def _show_notes(records: Records, summary: dict[str, Any], console: Console) -> None:
+    for info in records.header.variants:
         if info.note:
             say(console, f"{info.name}: {info.note}")
-        errors = summary["variants"].get(info.name, {}).get("num_drafter_errors", 0)
-        if errors:
-            say(console, f"{info.name}: its drafter FAILED in {errors} steps, which went on without drafts")
-    for entry in header.absent:
+        for fault in drafter_faults(summary["variants"].get(info.name, {})):
+            say(console, f"{info.name}: {fault}")
+    for entry in records.header.absent:
         say(console, f"absent: {entry['name']}: {entry['reason']}")
+    for dropped in records.dropped:
+        say(console, f"{dropped.variant} gave up: {dropped.reason}")
 
 
 def show_left_out(left_out: Sequence[LeftOut], console: Console) -> None:

@@ -24,8 +24,10 @@ _SAID = ("turns", "messages", "conversations", "prompt")  # roles that hold what
 _HEARD = ("messages", "conversations")  # with the assistant's part; some are empty
 _OTHERS = ("category", "name", "system", "reference")
 ROLES = (*_SAID, *_OTHERS)
-_USERS, _ASSISTANTS = {"user", "human"}, {"assistant", "gpt", "chatgpt", "bing", "bard"}
+USERS = ("user", "human")
+ASSISTANTS = ("assistant", "model", "ai", "bot", "gpt", "chatgpt", "bing", "bard")
 _SYSTEMS = {"system", "developer"}
+_ROLE_CHARS = 40  # of an unknown one that are shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +37,7 @@ class Said:
     turns: tuple[str, ...]  # empty where a conversation does not begin with the user
     is_conversation: bool  # not one bare text
     system: str | None = None
+    end: str | None = None  # the message at which a conversation was cut, or what kept it from beginning
 
 
 class Columns:
@@ -110,20 +113,32 @@ def _heard(messages: Sequence[dict[str, Any]]) -> Said:
     """
     turns: list[str] = []
     system = None
-    for i, message in enumerate(messages):
-        speaker = str(message.get("role") or message.get("from")).lower()
-        text = message.get("content") or message.get("value")
-        if speaker in _ASSISTANTS and turns:
-            continue  # the target answers instead
-        if not isinstance(text, str) or not text.strip():
-            break
-        if speaker in _SYSTEMS and i == 0:
-            system = _whole(text)
-        elif speaker in _USERS:
-            turns.append(_whole(text))
+    for message in messages:
+        speaker = str(message.get("role") or message.get("from") or "").lower()
+        content = message.get("content") or message.get("value") or ""
+        text = (_whole(content) if content.strip() else "") if isinstance(content, str) else None
+        if (speaker in ASSISTANTS and turns) or (speaker in _SYSTEMS and text == ""):
+            continue  # the target answers instead; an empty system message says nothing
+        if speaker in USERS and text:
+            turns.append(text)
+        elif speaker in _SYSTEMS and text and not turns and system is None:
+            system = text
         else:
-            break
-    return Said(tuple(turns), True, system)
+            return Said(tuple(turns), True, system, _obstacle(speaker, text))
+    return Said(tuple(turns), True, system, None if turns else "no message of the user")
+
+
+def _obstacle(speaker: str, text: str | None) -> str:
+    """Return what a message is at which a conversation ends; `text` is None if it has something else."""
+    if not speaker:
+        return "a message without 'role' or 'from'"
+    if speaker in _SYSTEMS:
+        return "a system message that is not the first text"
+    if speaker in ASSISTANTS:
+        return "a message of the assistant before the first turn"
+    if speaker in USERS:
+        return "an empty text of the user" if text == "" else "a message of the user that is no text"
+    return f"the role {speaker[:_ROLE_CHARS]!r}"
 
 
 def _with_input(text: str, column: str, row: Row) -> str:

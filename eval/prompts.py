@@ -61,6 +61,8 @@ def _spaced(count: int, limit: int | None) -> list[int]:
 def stratify(categories: Sequence[str], limit: int | None) -> list[int]:
     """Return the indices of `limit` rows, dealt to the categories in turn and evenly spaced within each.
 
+    What does not go round goes to evenly spaced categories: in a file that is ordered by them, neighbours are alike.
+
     Raises:
         ConfigError: the limit is below 1.
     """
@@ -70,9 +72,13 @@ def stratify(categories: Sequence[str], limit: int | None) -> list[int]:
     for i, category in enumerate(categories):
         members.setdefault(category, []).append(i)
     shares = dict.fromkeys(members, 0)
-    for _ in range(len(categories) if limit is None else min(limit, len(categories))):
-        # The first of those with the fewest that have more to give: each category in turn.
-        shares[min((c for c in members if shares[c] < len(members[c])), key=lambda c: shares[c])] += 1
+    left = len(categories) if limit is None else min(limit, len(categories))
+    while left:
+        with_more = [c for c in members if shares[c] < len(members[c])]
+        turn = _spaced(len(with_more), left)
+        for place in turn:
+            shares[with_more[place]] += 1
+        left -= len(turn)
     return sorted(members[c][i] for c, share in shares.items() if share for i in _spaced(len(members[c]), share))
 
 

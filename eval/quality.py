@@ -134,10 +134,9 @@ def distinct_share(answers: Answers, n: int = _GRAM) -> float | None:
 
 def _agreement(answers: Sequence[Completion], lossless: Sequence[Completion]) -> dict[str, Any]:
     found = agreements([a.token_ids for a in answers], [a.token_ids for a in lossless])
-    matches = [(float(a.parted_at is None), 1.0) for a in found]
     leading = [(float(a.leading), float(a.longer)) for a in found]
     return {
-        **with_interval("exact_match_rate", exact_match_rate(found), matches, _LEVEL),
+        **exact_match_rate(found, _LEVEL),
         **with_interval("leading_share", leading_share(found), leading, _LEVEL),
         "first_divergence_median": median_divergence(found),
         "num_diverged": sum(a.parted_at is not None for a in found),

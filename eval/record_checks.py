@@ -9,7 +9,7 @@ from functools import cache
 from typing import TYPE_CHECKING, Any, Union, get_args, get_origin, get_type_hints
 
 if TYPE_CHECKING:
-    from specdec.eval.records import Header, Machine, RequestRecord, Sample
+    from specdec.eval.records import Dropped, Header, Machine, RequestRecord, Sample
 
 _LARGEST = 2**64  # of any number: a seed's; no time, count or rate comes near it
 _LONGEST_S = 1e9  # 30 years
@@ -112,6 +112,13 @@ def check_machine(machine: Machine) -> None:
     _require(all(rate is None or rate > 0 for rate in rates), "a bandwidth, FLOP/s or weight that is not above 0")
 
 
+def check_dropped(header: Header, dropped: Dropped, known: Collection[str]) -> None:
+    """Raise ValueError unless it is one of the header's peers that was dropped, and none of those `known`."""
+    peers = [info.name for info in header.variants if info.kind == "peer"]
+    _require(dropped.variant in peers, f"{dropped.variant!r}, which was dropped, is no peer of the header")
+    _require(dropped.variant not in known, f"{dropped.variant} was dropped twice")
+
+
 def check_sample(header: Header, sample: Sample, known: Collection[tuple[str, int, int]]) -> None:
     """Raise ValueError unless a sample is of the header's variants and cases, whole, and none of those `known`."""
     _require(sample.variant in (info.name for info in header.variants), f"unknown variant {sample.variant!r}")
@@ -125,12 +132,13 @@ def check_sample(header: Header, sample: Sample, known: Collection[tuple[str, in
     _require(_are_unique(request.case for request in sample.requests), "a case twice in one batch")
     for request in sample.requests:
         _require(0 <= request.case < len(header.cases), f"case {request.case} of {len(header.cases)}")
-        _check_request(request)
+        check_request(request)
     prefill_s = sum(request.prefill_s or 0.0 for request in sample.requests)
     _require(prefill_s <= _LEEWAY * sample.total_s, f"{prefill_s:g} s of prefill in {sample.total_s:g} s")
 
 
-def _check_request(request: RequestRecord) -> None:
+def check_request(request: RequestRecord) -> None:
+    """Raise ValueError unless an answer's times, counts and steps fit each other."""
     num_tokens = len(request.token_ids)
     _require(all(len(pair) == 2 for pair in request.emissions), "an emission that is no pair")
     times, counts = [pair[0] for pair in request.emissions], [pair[1] for pair in request.emissions]

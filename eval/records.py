@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from specdec.errors import InputError
 from specdec.eval.atomic import writing
-from specdec.eval.record_checks import check_header, check_machine, check_sample, check_types
+from specdec.eval.record_checks import check_dropped, check_header, check_machine, check_sample, check_types
 from specdec.stats import RequestStats
 
 FORMAT = 1  # of records.jsonl; raised when a field changes its meaning or goes
@@ -79,6 +79,7 @@ class Header:
     left_out: list[LeftOut] = field(default_factory=list)
     overrides: dict[str, Any] = field(default_factory=dict)  # dotted key -> value: what the command line said
     question: str | None = None  # of the experiment
+    sources: dict[str, str] = field(default_factory=dict)  # file or folder that a setting names -> digest of it
     format: int = FORMAT
 
 
@@ -106,7 +107,9 @@ class RequestRecord:
     verify_s: float | None = None
     other_s: float | None = None
     cut: int | None = None  # tokens before it begins to repeat itself; None if it never does
-    num_drafter_errors: int = 0  # exceptions of the drafter, after which its steps went on without drafts
+    num_drafter_errors: int = 0  # exceptions of the drafter, after which it went on without drafts
+    num_rejected_drafts: int = 0  # steps whose drafts were invalid and dropped
+    num_missed_drafts: int = 0  # steps without drafts because the drafter had no KV memory left
 
     @property
     def ttft_s(self) -> float:
@@ -186,13 +189,21 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
+class Dropped:
+    """A peer that failed while it ran; from there on the point went on without it."""
+
+    variant: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
 class End:
     """The last line of a point that was measured to its end."""
 
     num_samples: int
-    wall_s: float  # of the timed part, all sessions
+    wall_s: float  # of the timed part, all sessions; answers that were given again after a kill are not in it
     outside_s: float  # of it, not in a variant: the runner and its records
-    setup_s: float = 0.0  # before the timed part, last session: prompts, engines, warm-up, the machine
+    setup_s: float = 0.0  # not timed, last session: prompts, engines, warm-up, the machine, answers given again
 
 
 @dataclass(slots=True)
@@ -204,9 +215,16 @@ class Records:
     samples: list[Sample] = field(default_factory=list)
     end: End | None = None
     doubt: str | None = None  # why an end that was written does not count
+    dropped: list[Dropped] = field(default_factory=list)  # peers that gave up, with reasons
 
     def of(self, variant: str) -> list[Sample]:
         return [sample for sample in self.samples if sample.variant == variant]
+
+    @property
+    def gave_up(self) -> list[VariantInfo]:
+        """The peers that were dropped."""
+        names = {dropped.variant for dropped in self.dropped}
+        return [info for info in self.header.variants if info.name in names]
 
 
 class RecordWriter:
@@ -221,7 +239,7 @@ class RecordWriter:
         with writing(self._folder):
             self._file = path.open("a", encoding="utf-8")
 
-    def write(self, line: Header | Machine | Sample | End) -> None:
+    def write(self, line: Header | Machine | Sample | Dropped | End) -> None:
         told = asdict(line) if isinstance(line, Header) else _compact(asdict(line))
         entry = {"type": type(line).__name__.lower(), **told}
         with writing(self._folder):
@@ -292,6 +310,11 @@ def _add(found: Records, kind: Any, entry: dict[str, Any], known: set[tuple[str,
         check_sample(found.header, sample, known)
         known.add((sample.variant, sample.batch, sample.repeat))
         found.samples.append(sample)
+        found.end = None
+    elif kind == "dropped":
+        dropped = _build(Dropped, entry)
+        check_dropped(found.header, dropped, [earlier.variant for earlier in found.dropped])
+        found.dropped.append(dropped)
         found.end = None
     elif kind == "end":
         found.end = _build(End, entry)

@@ -105,7 +105,7 @@ def _accept_lengths(request: RequestRecord) -> list[int]:
 
 
 def write_all(run: Path, out_dir: Path) -> dict[str, int]:
-    """Write the answers of all variants of a point, and its tokenizer; return the number of lines by file.
+    """Write the answers of a point's variants but peers that gave up, and its tokenizer; return the lines by file.
 
     Raises:
         InputError: there is no finished point in `run`, or its target has no tokenizer.
@@ -116,7 +116,8 @@ def write_all(run: Path, out_dir: Path) -> dict[str, int]:
     tokenizer = load_tokenizer_of(records.header.target)
     if tokenizer is None:
         raise InputError(f"the target {records.header.target} has no tokenizer, so its answers cannot be decoded")
-    names = [info.name for info in records.header.variants]
+    gave_up = [dropped.variant for dropped in records.dropped]  # whose answers are not whole
+    names = [info.name for info in records.header.variants if info.name not in gave_up]
     files = [_file_name(name) for name in names]
     twice = [name for name, file in zip(names, files, strict=True) if files.count(file) > 1]
     if twice:

@@ -15,6 +15,11 @@ from specdec.stats import RequestStats, total
 
 _CONTROL_LEVEL = 0.99
 _LEVEL = 0.95
+_FAULTS = {
+    "num_drafter_errors": "its drafter FAILED in {} answers, which went on without drafts",
+    "num_missed_drafts": "its drafter had no KV MEMORY in {} steps, which went on without drafts",
+    "num_rejected_drafts": "its drafter's proposals were INVALID in {} steps, which went on without drafts",
+}  # of a variant's figures
 
 TimeOf = Callable[[Sample], float]
 
@@ -46,6 +51,7 @@ def summarise(records: Records) -> dict[str, Any]:
         "identity": {name: _identity(by_variant.get(BASELINE, []), samples) for name, samples in by_variant.items()},
         "categories": figures.categories(),
         "order": _order(by_variant),
+        "dropped": [asdict(dropped) for dropped in records.dropped],
     }
     if records.end is not None:
         end = records.end
@@ -62,7 +68,7 @@ def _variant(header: Header, samples: Sequence[Sample]) -> dict[str, Any]:
         "num_answers": len(requests),
         "num_loops": sum(r.cut is not None for r in requests),
         "num_tokens": sum(s.num_tokens for s in samples),
-        "num_drafter_errors": sum(r.num_drafter_errors for r in requests),
+        **{name: sum(getattr(r, name) for r in requests) for name in _FAULTS},
         "decode_tokens_per_s": decoded / decode_s if decode_s else None,
         "tokens_per_s_e2e": sum(s.num_tokens for s in samples) / sum(s.total_s for s in samples),
         "ttft_s": percentiles(r.ttft_s for r in requests),
@@ -72,6 +78,11 @@ def _variant(header: Header, samples: Sequence[Sample]) -> dict[str, Any]:
         else None,
     }
     return summary | acceptance(header, requests)
+
+
+def drafter_faults(figures: dict[str, Any]) -> list[str]:
+    """Return what kept a variant's drafter from drafting, in words; its figures are then not what it can do."""
+    return [text.format(figures[name]) for name, text in _FAULTS.items() if figures.get(name)]
 
 
 def acceptance(header: Header, requests: Sequence[RequestRecord]) -> dict[str, Any]:
@@ -127,7 +138,7 @@ class _Figures:
     """Ratios of a point's variants.
 
     A unit, over which medians and intervals are taken, is a conversation, or a batch of several prompts; of these only
-    the full ones count.
+    the full ones count. A conversation's ratio is the median over its turns of each one's median over repeats.
     """
 
     def __init__(self, header: Header, by_variant: dict[str, list[Sample]]) -> None:
@@ -163,7 +174,7 @@ class _Figures:
                 continue
             a, b = time_of(other), time_of(sample)
             if a > 0 and b > 0:
-                pairs.append((self._unit(sample), a, b))
+                pairs.append((self._unit(sample), sample.batch, a, b))
         found = speedup(pairs, level)
         return None if found is None else asdict(found)
 

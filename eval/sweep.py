@@ -4,7 +4,7 @@
     python -m specdec.eval.sweep -m drafter=ngram,suffix,self_int8 engine.max_draft_tokens=2,4,8 name=mine
     python -m specdec.eval.sweep experiment=draft_length hydra/launcher=ray
 
-Exit code 0 = every point is measured, 1 = some failed, 2 = bad input.
+Exit code 0 = every point is measured, 1 = some failed, or all that compete; 2 = bad input, 130 = interrupted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ halving.register()
 
 
 @hydra_main("sweep")
-def _sweep(config: DictConfig) -> float | None:
+def _sweep(config: DictConfig) -> float | str:
     return run_sweep_point(config)
 
 

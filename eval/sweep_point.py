@@ -17,9 +17,9 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from specdec.errors import SpecdecError
-from specdec.eval.point import UNMEASURED, is_finished, measure_point, measured_part, note_error, read_summary
+from specdec.eval.point import UNMEASURED, is_finished, measure_point, measured_part, read_summary
 from specdec.eval.point_run import quiet_libraries, samples_bar
-from specdec.eval.records import BASELINE, CONTROL
+from specdec.eval.summary import drafter_faults
 
 log = logging.getLogger("specdec")
 
@@ -28,17 +28,17 @@ NUM_POINTS, SWEPT_KEYS = "SPECDEC_SWEEP_POINTS", "SPECDEC_SWEEP_KEYS"
 _MOST_NAME, _MOST_VALUE, _DIGEST = 100, 24, 8  # characters
 
 
-def run_sweep_point(config: Any) -> float | None:
-    """Measure a point of a sweep into a folder of its own; return its score, None if it failed.
+def run_sweep_point(config: Any) -> float | str:
+    """Measure a point of a sweep into a folder of its own; return its score, or why it has none.
 
-    What fails is written into the folder and the rest of the sweep goes on.
+    What fails is said, `measure_point` writes it into the folder, and the rest of the sweep goes on.
     """
     quiet_libraries()
     settings = HydraConfig.get()
     words = list(settings.overrides.task)
     number, total = int(OmegaConf.select(settings, "job.num", default=0)) + 1, os.environ.get(NUM_POINTS, "?")
     root = Path(settings.runtime.output_dir)
-    name, folder = "point", root / f"point-{digest(config)}"
+    name = "point"
     try:
         overrides = parse_overrides(words)
         name = point_name(overrides, os.environ.get(SWEPT_KEYS, "").split())
@@ -55,32 +55,36 @@ def run_sweep_point(config: Any) -> float | None:
             )
             bar.update(points, completed=number)
     except Exception as error:
-        note_error(folder, error)
         shown = str(error) if isinstance(error, SpecdecError) else f"{type(error).__name__}: {error}"
         log.error("point %s of %s, %s: failed, the others go on: %s", number, total, name, shown)
-        return None
+        return f"failed: {shown}"
     score = score_of(read_summary(folder, records))
     log.info("point %s of %s, %s: %s%s", number, total, name, _said(score), ", measured before" if before else "")
     return score
 
 
-def score_of(summary: dict[str, Any]) -> float | None:
-    """Return the best median speedup of a point's lossless drafting variants; None if there is none."""
-    medians = [
-        s["decode"]["median"]
-        for s in summary["speedups"]
-        if s["decode"] is not None
-        and s["variant"] not in (BASELINE, CONTROL)
-        and summary["variants"][s["variant"]]["kind"] == "engine"
-        and summary["variants"][s["variant"]]["lossless"]
-    ]
-    if any(own["num_drafter_errors"] for own in summary["variants"].values()):
-        return None  # a drafter that fails is not the fastest
-    return max(medians, default=None)
+def score_of(summary: dict[str, Any]) -> float | str:
+    """Return the best median speedup of a point's drafting engines, or why none of them counts."""
+    over = {s["variant"]: s["decode"] for s in summary["speedups"]}
+    medians: list[float] = []
+    reasons: list[str] = []
+    for name, own in summary["variants"].items():
+        if own["kind"] != "engine" or own["drafter"] == "none":
+            continue
+        faults = drafter_faults(own)
+        if faults:
+            reasons += [f"{name}: {fault}" for fault in faults]  # one that could not draft is not the fastest
+        elif not own["lossless"]:
+            reasons.append(f"{name} is lossy")
+        elif over.get(name) is None:
+            reasons.append(f"{name} decoded nothing that could be compared")
+        else:
+            medians.append(float(over[name]["median"]))
+    return max(medians) if medians else "; ".join(reasons) or "nothing in it drafts"
 
 
-def _said(score: float | None) -> str:
-    return "done" if score is None else f"{score:.2f}x"
+def _said(score: float | str) -> str:
+    return f"done ({score})" if isinstance(score, str) else f"{score:.2f}x"
 
 
 def parse_overrides(words: Sequence[str]) -> dict[str, Any]:

@@ -6,14 +6,15 @@ import json
 import os
 import shlex
 import sys
-import time
 from math import prod
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from filelock import FileLock, Timeout
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
 from hydra.experimental.callback import Callback
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
@@ -25,7 +26,16 @@ from specdec.errors import InputError, SpecdecError
 from specdec.eval.atomic import write_text
 from specdec.eval.entry import print_error
 from specdec.eval.records import ERROR, RECORDS, SUMMARY, read_records
-from specdec.eval.sweep_point import NUM_POINTS, SWEPT_KEYS, score_of
+from specdec.eval.sweep_point import (
+    NUM_POINTS,
+    SWEPT_KEYS,
+    digest,
+    folder_of,
+    parse_overrides,
+    point_name,
+    score_of,
+)
+from specdec.provenance import ARGV
 
 _LOCK, _SWEEP = ".sweep.lock", "sweep.json"
 _MEASURED = "measured"  # what is said of a point that was
@@ -38,9 +48,11 @@ class SweepWatch(Callback):
     """
 
     # Of the class, not of the object, which launchers send to other processes.
-    failed: ClassVar[bool] = False  # a point of this process's sweep
+    failed: ClassVar[bool] = False  # a point of this process's sweep, or all of those that competed
     _lock: ClassVar[FileLock | None] = None
-    _begun_s: ClassVar[float] = 0.0
+
+    def __init__(self) -> None:
+        self._environment: dict[str, str] = {}  # of the jobs, wherever they run
 
     def on_run_start(self, config: DictConfig, **_: Any) -> None:
         self._begin(config, Path(config.hydra.run.dir))
@@ -54,12 +66,15 @@ class SweepWatch(Callback):
     def on_multirun_end(self, config: DictConfig, **_: Any) -> None:
         self._end(config, Path(config.hydra.sweep.dir))
 
+    def on_job_start(self, config: DictConfig, **_: Any) -> None:
+        os.environ.update(self._environment)
+
     def _begin(self, config: DictConfig, folder: Path) -> None:
         try:
             self._take(config, folder)
             grid = grid_of(config) if config.hydra.mode == RunMode.MULTIRUN else {}
-            os.environ[SWEPT_KEYS] = " ".join(grid)
-            os.environ[NUM_POINTS] = "?" if _has_rounds(config) else str(prod(grid.values()))
+            num_points = "?" if _has_rounds(config) else str(prod(grid.values()))
+            self._environment = {SWEPT_KEYS: " ".join(grid), NUM_POINTS: num_points, ARGV: json.dumps(sys.argv)}
             done = sum(_state(path) == _MEASURED for path in points_of(folder))
         except Timeout:
             _refuse(f"another sweep writes into {folder}; give another hydra.sweep.dir or name=")
@@ -75,7 +90,7 @@ class SweepWatch(Callback):
         folder.mkdir(parents=True, exist_ok=True)
         SweepWatch._lock = FileLock(folder / _LOCK, timeout=0)
         SweepWatch._lock.acquire()
-        SweepWatch._begun_s = time.time()
+        SweepWatch.failed = False
         name, path = config.get("name"), folder / _SWEEP
         try:
             found = json.loads(path.read_text())
@@ -90,23 +105,41 @@ class SweepWatch(Callback):
 
     def _end(self, config: DictConfig, folder: Path) -> None:
         try:
-            points = points_of(folder)
+            own = self._own_points(config, folder)
+            states = {path: _state(path) for path in sorted({*points_of(folder), *own})}
             table = Table(title=Text(str(folder)), box=None, pad_edge=False)
             for column in ("point", "state", "best speedup"):
                 table.add_column(column, justify="right" if column == "best speedup" else "left", overflow="fold")
-            for path in points:
-                table.add_row(Text(path.name), Text(_state(path)), _speed(path))
+            for path, state in states.items():
+                table.add_row(Text(path.name), Text(state), _speed(path))
             Console().print(table)
             _say(f"read it: specdec report {folder}")
-            bad = [path for path in points if _state(path) != _MEASURED and _changed_s(path) >= SweepWatch._begun_s]
-            # Where settings compete, one that does not run here has lost; that is what was to be found out.
-            SweepWatch.failed = bool(bad) and (not _has_rounds(config) or len(bad) == len(points))
+            SweepWatch.failed |= any(states[path] != _MEASURED for path in own)
         except Exception as error:
             SweepWatch.failed = True
             print_error(f"what became of the sweep cannot be told: {type(error).__name__}: {error}")
         finally:
+            for name in self._environment:
+                os.environ.pop(name, None)
             if SweepWatch._lock is not None:
                 SweepWatch._lock.release()
+
+    def _own_points(self, config: DictConfig, folder: Path) -> list[Path]:
+        """Return the folders of all points that this run was to measure, be they there or not.
+
+        Where settings compete there are none: one that does not run here has lost, which is what was to be found out.
+        """
+        if config.hydra.mode != RunMode.MULTIRUN:
+            return [_folder_of(config, folder, "point")]
+        if _has_rounds(config):
+            return []
+        loader = GlobalHydra.instance().config_loader()
+        swept = self._environment[SWEPT_KEYS].split()
+        found = []
+        for words in BasicSweeper.split_arguments(_overrides(config), None)[0]:
+            name = point_name(parse_overrides(words), swept)
+            found.append(_folder_of(loader.load_sweep_config(config, words), folder, name))
+        return found
 
 
 def _refuse(message: str) -> NoReturn:
@@ -123,22 +156,21 @@ def _has_rounds(config: DictConfig) -> bool:
     return OmegaConf.select(config, "hydra.sweeper.rungs") is not None
 
 
-def _changed_s(folder: Path) -> float:
-    """Return when a point's folder last changed."""
-    return max((path.stat().st_mtime for path in folder.iterdir()), default=0.0)
+def _overrides(config: DictConfig) -> list[Override]:
+    """Return what the config of a multirun and its command line set, sweeps included."""
+    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
+    words = [f"{key}={value}" for key, value in params.items()]
+    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
+    return OverridesParser.create(config_loader=loader).parse_overrides([*words, *config.hydra.overrides.task])
 
 
 def grid_of(config: DictConfig) -> dict[str, int]:
     """Return the swept keys of a multirun's config, and how many values each has; 1 where settings compete."""
-    params = OmegaConf.select(config, "hydra.sweeper.params") or {}
-    words = [f"{key}={value}" for key, value in params.items()]
     grids = OmegaConf.select(config, "hydra.sweeper.grids") or []
     if grids:  # what differs between them, and between rounds
         names = [word.partition("=")[0].lstrip("+") for grid in grids for word in shlex.split(grid)]
         return dict.fromkeys([*names, "prompts.limit"], 1)
-    loader = GlobalHydra.instance().config_loader() if GlobalHydra.instance().is_initialized() else None
-    given = OverridesParser.create(config_loader=loader).parse_overrides([*words, *config.hydra.overrides.task])
-    last = {override.key_or_group: override for override in given}
+    last = {override.key_or_group: override for override in _overrides(config)}
     return {key: len(list(o.sweep_string_iterator())) for key, o in last.items() if o.is_sweep_override()}
 
 
@@ -147,22 +179,30 @@ def points_of(folder: Path) -> list[Path]:
     return sorted({path.parent for name in (RECORDS, ERROR) for path in folder.glob(f"*/{name}")})
 
 
+def _folder_of(config: DictConfig, folder: Path, name: str) -> Path:
+    """Return the folder of the point that a config with Hydra's part describes."""
+    measured = OmegaConf.masked_copy(config, [key for key in config if key != "hydra"])
+    return folder_of(folder, name, digest(measured))
+
+
 def _state(folder: Path) -> str:
-    error = folder / ERROR
-    if error.exists():
-        try:
-            return f"failed: {json.loads(error.read_text())['message']}"
-        except (OSError, ValueError, KeyError):
-            return "failed"
+    try:
+        return f"failed: {json.loads((folder / ERROR).read_text())['message']}"
+    except (FileNotFoundError, NotADirectoryError):
+        pass
+    except (OSError, ValueError, KeyError):
+        return "failed"
+    if not (folder / RECORDS).exists():
+        return "failed and left nothing: what was said of it above is all there is"
     try:
         return _MEASURED if read_records(folder / RECORDS).end is not None else "begun"
-    except InputError as error_of_it:
-        return f"failed: {error_of_it}"
+    except InputError as error:
+        return f"failed: {error}"
 
 
 def _speed(folder: Path) -> str:
     try:
         score = score_of(json.loads((folder / SUMMARY).read_text()))
     except (OSError, ValueError, KeyError):
-        score = None
-    return "-" if score is None else f"{score:.2f}x"
+        return "-"
+    return "-" if isinstance(score, str) else f"{score:.2f}x"

@@ -15,6 +15,7 @@ from specdec.build import named_drafter
 from specdec.errors import ConfigError, SpecdecError
 from specdec.eval.comparison import check_beside
 from specdec.eval.llm_options import llm_options
+from specdec.eval.peer_variants import GaveUp, PeerVariant
 from specdec.eval.peers import Peer, PeerAbsent, build_peer
 from specdec.eval.peers.interface import wait_for
 from specdec.eval.records import BASELINE, CONTROL, RequestRecord, VariantInfo
@@ -22,6 +23,7 @@ from specdec.eval.step_log import StepLog
 from specdec.interfaces import SamplingParams
 from specdec.repetition import first_repeat
 from specdec.running import run
+from specdec.sampling import warn_without_effect
 
 # Settings that say how drafts are made: the undrafted engine has none of them, lest it pays for a policy.
 _OF_DRAFTING = ("drafter", "drafter_options", "verifier", "verifier_options")
@@ -36,7 +38,7 @@ class Variant(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """True if what one answer came to decides on how the next is drafted."""
+        """True if what one answer left behind decides on how the next is drafted, or on what is computed of it."""
         ...
 
     def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
@@ -45,6 +47,10 @@ class Variant(Protocol):
 
     def reset(self) -> None:
         """Forget what was learned from answers: the next ones may be to the same prompts."""
+        ...
+
+    def close(self) -> None:
+        """Give back what another library holds; it is not run after, and may be told so twice."""
         ...
 
 
@@ -59,7 +65,8 @@ class EngineVariant:
     @property
     def remembers(self) -> bool:
         engine = self.llm.engine
-        return engine.draft_length.remembers or getattr(engine.drafter, "remembers", False)
+        learns = engine.draft_length.remembers or getattr(engine.drafter, "remembers", False)
+        return engine.config.prefix_caching or learns
 
     def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
         device = self.llm.model.device
@@ -83,6 +90,8 @@ class EngineVariant:
     def reset(self) -> None:
         self.llm.engine.reset()
 
+    def close(self) -> None: ...
+
 
 def _record(case: int, request: Any, steps: list[list[int]], start: float) -> RequestRecord:
     stats, ids = request.stats, list(request.new_tokens)
@@ -98,36 +107,13 @@ def _record(case: int, request: Any, steps: list[list[int]], start: float) -> Re
         other_s=stats.other_s,
         cut=first_repeat(ids),
         num_drafter_errors=stats.num_drafter_errors,
+        num_rejected_drafts=stats.num_rejected_drafts,
+        num_missed_drafts=stats.num_missed_drafts,
     )
     ours = record.stats()
     for name in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_emitted_tokens", "reached_at"):
         assert getattr(ours, name) == getattr(stats, name), f"{name} of the steps is not the engine's"
     return record
-
-
-@dataclass(slots=True)
-class PeerVariant:
-    """Another library's engine."""
-
-    peer: Peer
-    counts: Sequence[int | None] = ()  # by case: how many tokens it is asked for
-
-    @property
-    def info(self) -> VariantInfo:
-        return self.peer.info
-
-    @property
-    def remembers(self) -> bool:
-        return False
-
-    def run(self, cases: Sequence[int], prompts: Sequence[list[int]], max_new_tokens: int) -> list[RequestRecord]:
-        counts = [min(self.counts[case] or max_new_tokens, max_new_tokens) for case in cases]
-        return [
-            RequestRecord(case, answer.token_ids, "length", answer.emissions, cut=first_repeat(answer.token_ids))
-            for case, answer in zip(cases, self.peer.run(prompts, counts), strict=True)
-        ]
-
-    def reset(self) -> None: ...
 
 
 @dataclass(slots=True)
@@ -153,8 +139,7 @@ class Variants:
         return [variant.info for variant in self.found]
 
     def add(self, variant: Variant) -> None:
-        if isinstance(variant, PeerVariant):
-            self._held.callback(variant.peer.close)
+        self._held.callback(variant.close)
         self.check_name(variant.info.name)
         self.found.append(variant)
 
@@ -170,12 +155,13 @@ class Variants:
                 variant.counts = counts
 
 
-def build_variants(base: LLM, config: Any) -> Variants:
+def build_variants(base: LLM, config: Any, gave_up: Sequence[VariantInfo] = ()) -> Variants:
     """Return the variants of a config; a drafter under `beside` or a peer that does not fit the target is absent.
 
     Args:
         base: the undrafted target.
         config: of the comparison.
+        gave_up: peers that an earlier session dropped: they keep their place and are not built.
 
     Raises:
         ConfigError: two have one name, or one cannot be built.
@@ -183,12 +169,20 @@ def build_variants(base: LLM, config: Any) -> Variants:
     variants = Variants()
     try:
         _add_engines(variants, base, config)
-        for name in config.peers:
-            variants.check_name(str(name))
+        options: Any = OmegaConf.to_container(config.peer_options, resolve=True)
+        for name in sorted(options.keys() - set(config.peers)):
+            warn_without_effect(f"peer_options.{name}", f"where peers={list(config.peers)}")
+        usual = {"draft_model": _draft_model(variants.infos)}
+        dropped = {info.name: info for info in gave_up}
+        for name in map(str, config.peers):
+            variants.check_name(name)
+            if name in dropped:
+                variants.add(GaveUp(dropped[name]))
+                continue
             try:
-                variants.add(PeerVariant(_peer(str(name), base, config)))
+                variants.add(PeerVariant(_peer(name, base, config, usual | options.get(name, {}))))
             except PeerAbsent as error:
-                variants.absent.append({"name": str(name), "reason": str(error)})
+                variants.absent.append({"name": name, "reason": str(error)})
     except BaseException:
         variants.close()
         raise
@@ -235,25 +229,36 @@ def _beside(name: str, settings: dict[str, Any], options: dict[str, Any]) -> dic
     return own | settings
 
 
-def _peer(name: str, base: LLM, config: Any) -> Peer:
+def _draft_model(infos: Sequence[VariantInfo]) -> str | None:
+    """Return what the first variant whose drafter is `draft_model` drafts with; None: the model that ships."""
+    for info in infos:
+        if info.drafter == "draft_model":
+            model: str | None = info.options.get("drafter_options", {}).get("model")
+            return model
+    return None
+
+
+def _peer(name: str, base: LLM, config: Any, options: dict[str, Any]) -> Peer:
     return build_peer(
         name,
         base,
         source=config.target.name,
         temperature=config.temperature,
         seed=config.seed,
-        num_draft_tokens=OmegaConf.select(config, "engine.max_draft_tokens"),
-        draft_model=config.drafter.options.get("model") if config.drafter.name == "draft_model" else None,
+        num_draft_tokens=options.get("num_draft_tokens"),
+        draft_model=options.get("draft_model"),
         batch_size=config.batch_size,
     )
 
 
 def _info(name: str, llm: LLM, own: dict[str, Any], plain: dict[str, Any], sampling: dict[str, Any]) -> VariantInfo:
     engine = llm.engine
-    rule = engine.verifiers.of(SamplingParams(**sampling), engine.drafter.samples)
+    asked = SamplingParams(**sampling), engine.drafter.samples
+    rule, keeps_law = engine.verifiers.of(*asked), engine.verifiers.is_lossless(*asked)
     drafts = engine.drafter.name != "none"
     differing = {k: v for k, v in own.items() if k not in ("drafter", "verifier") and v != plain.get(k) and v != {}}
     options = {k: str(v) if not isinstance(v, int | float | str | dict | list) else v for k, v in differing.items()}
     most = engine.config.max_draft_tokens if drafts else 0
-    lossless = rule.lossless or not drafts
+    # Where keys and values are stored in fewer bits than the baseline's, the model is another, whatever the rule.
+    lossless = (keeps_law or not drafts) and own.get("kv_dtype") == plain.get("kv_dtype")
     return VariantInfo(name, "engine", engine.drafter.name, rule.name, lossless, most, options)

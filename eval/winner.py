@@ -4,42 +4,57 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Sequence
 from typing import Any
 
 from omegaconf import OmegaConf
 
 from specdec.build import split_options
+from specdec.eval.comparison import ComparisonConfig
 
 _FLAGS = {
     "max_draft_tokens": "--max-draft-tokens",
     "draft_length": "--draft-length",
     "confidence_threshold": "--confidence-threshold",
 }
+_SAMPLING = ("temperature", "seed", "ignore_eos")  # of generate() and of the command, by the same names
+_OF_SWEEPS = ("experiment", "name")  # keys that other measurements do not have
 
 
-def command_of(config: Any) -> str:
-    """Return `specdec generate ...` and the same in Python, of the settings that are not the defaults.
+def command_of(config: Any, words: Sequence[str]) -> str:
+    """Return `specdec generate ...`, the same in Python and the measurement, of the settings that are not the defaults.
 
     Args:
-        config: with the groups target, drafter, verifier and engine.
+        config: with the groups target, drafter, verifier and engine, and what comparison.yaml has.
+        words: the overrides that made it.
     """
     groups: dict[str, Any] = {
         name: OmegaConf.to_container(config[name], resolve=True) for name in ("target", "drafter", "verifier", "engine")
     }  # not the whole: what is Hydra's own cannot be resolved outside of a job
     drafter, verifier = groups["drafter"], groups["verifier"]
     engine = _changed(groups["engine"])
-    words = ["specdec", "generate", "--model", str(groups["target"]["name"])]
+    usual = ComparisonConfig()
+    sampling = {name: config[name] for name in _SAMPLING if config[name] != getattr(usual, name)}
+    line = ["specdec", "generate", "--model", str(groups["target"]["name"])]
     if groups["target"]["dtype"] is not None:
-        words += ["--dtype", str(groups["target"]["dtype"])]
-    words += ["--drafter", drafter["name"], *_options("--drafter-option", drafter["options"])]
+        line += ["--dtype", str(groups["target"]["dtype"])]
+    line += ["--drafter", drafter["name"], *_options("--drafter-option", drafter["options"])]
     if verifier["name"] != "auto":
-        words += ["--verifier", verifier["name"], *_options("--verifier-option", verifier["options"])]
+        line += ["--verifier", verifier["name"], *_options("--verifier-option", verifier["options"])]
     for name, value in engine.items():
         if name in _FLAGS:
-            words += [_FLAGS[name], str(value)]
+            line += [_FLAGS[name], str(value)]
+    for name, value in sampling.items():
+        line += [f"--{name.replace('_', '-')}", *([] if value is True else [str(value)])]
     unsaid = ", ".join(name for name in engine if name not in _FLAGS)
     beside = f"   (without {unsaid}, for which the command has no option)" if unsaid else ""
-    return f"  {shlex.join(words)} --prompt ...{beside}\n  specdec.LLM({_arguments(groups, engine)})"
+    call = "".join(f", {name}={value!r}" for name, value in sampling.items())
+    again = [word for word in words if word.lstrip("+").partition("=")[0] not in _OF_SWEEPS]
+    return (
+        f"  {shlex.join(line)} --prompt ...{beside}\n"
+        f"  specdec.LLM({_arguments(groups, engine)}).generate(...{call})\n"
+        f"  {shlex.join(['specdec', 'eval', 'speedup', *again])}"
+    )
 
 
 def _changed(engine: dict[str, Any]) -> dict[str, Any]:

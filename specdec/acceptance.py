@@ -34,6 +34,11 @@ class VerifierChoice:
             return self.greedy
         return self.seeded if sampling.seed is not None or not drafter_samples else self.sampled
 
+    def is_lossless(self, sampling: SamplingParams, drafter_samples: bool) -> bool:
+        """Tell whether that rule keeps the target's distribution: some change it above temperature 0 only."""
+        rule = self.of(sampling, drafter_samples)
+        return rule.lossless or (sampling.greedy and bool(getattr(rule, "lossless_if_greedy", False)))
+
     def groups(self, sampling: Sequence[SamplingParams], drafter_samples: bool) -> list[tuple[Verifier, list[int]]]:
         """Return each rule that applies to some of the requests, with their indices."""
         found: dict[int, tuple[Verifier, list[int]]] = {}

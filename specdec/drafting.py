@@ -71,6 +71,8 @@ class Drafting:
             proposed = self.drafter.propose(requests, noise)
         except OutOfCacheError as error:
             self._warn_once("memory", f"drafter {self.drafter.name!r} has no KV memory left, going on without: {error}")
+            for owner in owners:
+                owner.stats.num_missed_drafts += 1
             return None
         except Exception as error:  # whatever a drafter raises costs its drafts, never a request
             self._give_up(owners, error, "propose")

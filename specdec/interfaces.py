@@ -170,7 +170,10 @@ class VerifyResult:
 
 
 class Verifier(Protocol):
-    """An acceptance rule. Holds no model and no cache."""
+    """An acceptance rule. Holds no model and no cache.
+
+    A lossy one may have lossless_if_greedy = True: at temperature 0 it is exact matching.
+    """
 
     name: str
     lossless: bool

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import datetime
+import json
+import os
 import platform
 import subprocess
 import sys
@@ -15,6 +17,8 @@ import torch
 from specdec.api import cpu_name
 
 _PACKAGES = ("torch-specdec", "torch", "transformers", "accelerate", "datasets")
+_PEERS = ("llama_cpp_python", "openvino-genai", "openvino")  # optional: named where they are installed
+ARGV = "SPECDEC_ARGV"  # environment variable: as JSON, the command that other processes measure for, if not their own
 
 
 def provenance() -> dict[str, Any]:
@@ -24,11 +28,11 @@ def provenance() -> dict[str, Any]:
     return {
         "git_sha": _git(root, "rev-parse", "HEAD"),
         "git_dirty": None if dirty is None else bool(dirty),
-        "versions": {name: _version(name) for name in _PACKAGES} | {"python": platform.python_version()},
+        "versions": _versions() | {"python": platform.python_version()},
         "cpu": cpu_name(),
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "num_threads": torch.get_num_threads(),
-        "argv": sys.argv,
+        "argv": json.loads(os.environ[ARGV]) if ARGV in os.environ else sys.argv,
         "time": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
@@ -39,6 +43,11 @@ def _git(root: Path, *arguments: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()
+
+
+def _versions() -> dict[str, str | None]:
+    peers = {name: _version(name) for name in _PEERS}
+    return {name: _version(name) for name in _PACKAGES} | {name: found for name, found in peers.items() if found}
 
 
 def _version(name: str) -> str | None:

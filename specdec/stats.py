@@ -44,6 +44,7 @@ class RequestStats:
     num_emitted_tokens: int = 0  # by decode steps
     num_truncated: int = 0  # steps whose next token was cut
     num_rejected_drafts: int = 0  # proposals that were invalid and therefore dropped
+    num_missed_drafts: int = 0  # proposals that did not come because the drafter had no KV memory left
     num_drafter_errors: int = 0  # exceptions of the drafter, after which the request goes on without drafts
     num_preemptions: int = 0  # times its KV was given up for other requests and computed again later
     num_cached_tokens: int = 0  # of the prompt, whose KV was found in the prefix cache when it was first admitted
@@ -170,6 +171,7 @@ def total(parts: Iterable[RequestStats]) -> RequestStats:
             "num_emitted_tokens",
             "num_truncated",
             "num_rejected_drafts",
+            "num_missed_drafts",
             "num_drafter_errors",
             "num_preemptions",
             "num_cached_tokens",

@@ -32,6 +32,7 @@ class TypicalVerifier:
 
     name = "typical"
     lossless = False
+    lossless_if_greedy = True
     needs_all_rows = True
     couples_draft = True  # a draft that the target itself would have drawn is no loss
 

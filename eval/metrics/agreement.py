@@ -5,9 +5,10 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from specdec.debug.near_tie import first_difference
-from specdec.eval.metrics.columns import check_equal_lengths, until_eos
+from specdec.eval.metrics.columns import check_equal_lengths, share_with_interval, until_eos
 
 Answers = Sequence[Sequence[int]]  # token ids
 
@@ -49,9 +50,9 @@ def agreements(
     return found
 
 
-def exact_match_rate(found: Sequence[Agreement]) -> float | None:
-    """Return the share of answers that are equal; None of none."""
-    return sum(a.parted_at is None for a in found) / len(found) if found else None
+def exact_match_rate(found: Sequence[Agreement], level: float) -> dict[str, Any]:
+    """Return the share of answers that are equal, with its interval; see `share_with_interval`."""
+    return share_with_interval("exact_match_rate", sum(a.parted_at is None for a in found), len(found), level)
 
 
 def leading_share(found: Sequence[Agreement]) -> float | None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from specdec.errors import ConfigError, InputError
-from specdec.eval.ratios import micro_interval
+from specdec.eval.ratios import micro_interval, share_interval
 from specdec.registry import refuse_unknown
 
 INPUTS = {
@@ -49,6 +49,19 @@ def with_interval(name: str, value: float | None, pairs: Iterable[tuple[float, f
     counted = [pair for pair in pairs if pair[1]]
     low, high = micro_interval(counted, check_level(level)) or (None, None)
     return {name: value, f"{name}_low": low, f"{name}_high": high}
+
+
+def share_with_interval(name: str, count: int, total: int, level: float) -> dict[str, Any]:
+    """Return which share of rows has something under `name`, with the ends of its interval; None of no rows.
+
+    Args:
+        name: of the figure.
+        count: rows that have it.
+        total: all rows.
+        level: of the interval.
+    """
+    low, high = share_interval(count, total, check_level(level)) or (None, None)
+    return {name: count / total if total else None, f"{name}_low": low, f"{name}_high": high}
 
 
 def until_eos(token_ids: Sequence[int], eos_token_id: int | Sequence[int] | None) -> list[int]:

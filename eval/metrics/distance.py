@@ -109,7 +109,7 @@ def logprob_distances(
         q, p = (_distribution(values, row, name) for values, name in ((ours, "predicted"), (theirs, "reference")))
         if q.shape != p.shape:
             raise InputError(f"row {row} has {q.size} predicted and {p.size} reference log-probabilities; give as many")
-        seen = p > -np.inf
+        seen = np.exp(p) > 0  # of what never comes nothing counts, also where it is finite: 0 times infinity is none
         kl = float((np.exp(p[seen]) * (p[seen] - q[seen])).sum())
         distances.append((float(np.abs(np.exp(q) - np.exp(p)).sum() / 2), kl))
     variation, divergence = zip(*distances, strict=True)

@@ -10,7 +10,7 @@ from specdec.api import LLM
 from specdec.errors import ConfigError
 from specdec.eval.peers.interface import Peer, PeerAbsent, PeerAnswer, PeerSettings
 
-__all__ = ["PEERS", "Peer", "PeerAbsent", "PeerAnswer", "build_peer"]
+__all__ = ["OPTIONS", "PEERS", "Peer", "PeerAbsent", "PeerAnswer", "build_peer"]
 
 PEERS: dict[str, str] = {
     "transformers": "specdec.eval.peers.hf:build_plain",
@@ -24,6 +24,14 @@ PEERS: dict[str, str] = {
     "openvino_draft_model": "specdec.eval.peers.genai:build_draft_model",
 }
 _TAKE_BATCHES = ("transformers", "transformers_generate_batch")  # the others take one prompt at once
+_LOOKUP, _DRAFT_MODEL = ("num_draft_tokens",), ("num_draft_tokens", "draft_model")
+OPTIONS: dict[str, tuple[str, ...]] = {  # of the setting `peer_options`; the other peers have none
+    "transformers_assisted": _DRAFT_MODEL,
+    "transformers_prompt_lookup": _LOOKUP,
+    "llama_cpp_prompt_lookup": _LOOKUP,
+    "openvino_prompt_lookup": _LOOKUP,
+    "openvino_draft_model": _DRAFT_MODEL,
+}
 
 
 def build_peer(
@@ -46,7 +54,8 @@ def build_peer(
         temperature: 0 is greedy.
         seed: of the sampling; each library draws in its own way.
         num_draft_tokens: per step; None = the peer's own default.
-        draft_model: for peers with one, as the option `model` of the drafter "draft_model"; or a .gguf file.
+        draft_model: for peers with one, as the option `model` of the drafter "draft_model"; OpenVINO's also takes a
+            .gguf file, or a folder with an openvino_model.xml. None = the one that ships for the target.
         batch_size: most prompts of one run; a peer that takes fewer is not loaded.
 
     Raises:

@@ -1,4 +1,4 @@
-"""The shipped draft model as a GGUF file, for engines that read those."""
+"""A draft model that was distilled for its target as a GGUF file, for engines that read those."""
 
 from __future__ import annotations
 
@@ -32,11 +32,10 @@ _NAMES = {  # transformers' name of a block's tensor -> GGUF's
 def draft_gguf(settings: PeerSettings, target: Path) -> Iterator[Path]:
     """Give a draft model's GGUF file, in a folder for as long as it is used; or a folder of OpenVINO's.
 
-    It is the one that is named, else that of the drafter "draft_model".
-
     Args:
-        settings: whose `draft_model` may name a .gguf file or a folder of OpenVINO's.
-        target: the target's GGUF file, whose tokenizer, embedding and output rows the shipped one borrows.
+        settings: whose `draft_model` may name a .gguf file or a folder of OpenVINO's; else it is what the drafter
+            "draft_model" takes as its model, the one that ships or another that was distilled for the target.
+        target: its GGUF file, whose tokenizer, embedding and output rows such a model borrows.
 
     Raises:
         PeerAbsent: there is none, or it cannot be written as GGUF.
@@ -50,7 +49,15 @@ def draft_gguf(settings: PeerSettings, target: Path) -> Iterator[Path]:
         if named is not None and named.suffix == ".gguf":
             path.symlink_to(named.absolute())
         else:
-            write_draft_gguf(find_draft_model(settings, whole_head=True), target, path)
+            draft = find_draft_model(settings, whole_head=True)
+            own, targets = (m.get_input_embeddings().weight.data_ptr() for m in (draft, settings.llm.model))
+            if own != targets:
+                raise PeerAbsent(
+                    f"the draft model {settings.draft_model} has an embedding of its own, what is written as GGUF has "
+                    "the target's; name a .gguf file or a folder of OpenVINO's instead, in "
+                    "peer_options.openvino_draft_model.draft_model"
+                )
+            write_draft_gguf(draft, target, path)
         yield path
 
 

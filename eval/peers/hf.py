@@ -19,6 +19,7 @@ from specdec.eval.records import VariantInfo
 
 ASSISTANT_TOKENS = 20  # generate()'s own default
 LOOKUP_TOKENS = 10  # what transformers' documentation gives prompt lookup; it has no default
+_CUTS = ("min_p", "top_h", "typical_p", "epsilon_cutoff", "eta_cutoff")  # of the distribution; None is off
 _PAD = 0
 _PROBE = ([1, 2, 3], 3)  # prompt, new tokens
 
@@ -27,7 +28,7 @@ class TransformersPeer:
     """`model.generate` with a streamer that notes when tokens come.
 
     What the model's generation config says of logits (a repetition penalty, suppressed tokens) applies, as in the
-    engine's variants; its top-k and top-p do not, as there.
+    engine's variants; its top-k, top-p and the like do not, as there.
     """
 
     def __init__(
@@ -97,10 +98,10 @@ class _Clock(BaseStreamer):
 
 
 def sampling_options(temperature: float) -> dict[str, Any]:
-    """Return transformers' options for a temperature and nothing that cuts the distribution."""
+    """Return transformers' options for a temperature and nothing that cuts the distribution, where a model's would."""
     if not temperature:
         return {"do_sample": False}
-    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0}
+    return {"do_sample": True, "temperature": temperature, "top_k": 0, "top_p": 1.0, **dict.fromkeys(_CUTS)}
 
 
 def build_plain(name: str, settings: PeerSettings) -> TransformersPeer:
@@ -133,8 +134,8 @@ def build_assisted(name: str, settings: PeerSettings) -> TransformersPeer:
         "peer",
         max_draft_tokens=count,
         options={"assistant_model": named},
-        note=f"draft model: {named}, the same weights as the drafter draft_model runs; drafts end early where it is "
-        f"unsure (assistant_confidence_threshold: {_threshold()})",
+        note=f"draft model: {named}; drafts end early where it is unsure (assistant_confidence_threshold: "
+        f"{_threshold()})",
     )
     return _probed(name, settings, info, {"assistant_model": draft}, 1)
 
@@ -145,10 +146,10 @@ def _threshold() -> str:
 
 
 def find_draft_model(settings: PeerSettings, whole_head: bool = False) -> Any:
-    """Return the transformers model that the drafter "draft_model" has for the target, as a copy of its own.
+    """Return the transformers model that the drafter "draft_model" would load for the target, as a copy of its own.
 
     Args:
-        settings: of the peer.
+        settings: of the peer; its `draft_model` is that drafter's option `model`.
         whole_head: give a draft model that drafts some of the target's tokens the target's own output head.
 
     Raises:

@@ -18,6 +18,13 @@ from specdec.eval.records import VariantInfo
 _CONFIG: dict[str, Any] = {"page_size": 32, "max_batch_tokens": 2048, "allow_block_sharing": False}
 _LEAST_BLOCKS = 256
 _PROBE = ([[1, 2, 3]], [2])
+# Fields of a generation config whose logits processors, beside them, read nothing but the scores. All others are given
+# one token of each answer here, or left out.
+_OF_SCORES = {
+    "suppress_tokens": "SuppressTokensLogitsProcessor",
+    "remove_invalid_values": "InfNanRemoveLogitsProcessor",
+    "renormalize_logits": "LogitNormalization",
+}
 
 
 class GenerateBatchPeer:
@@ -29,9 +36,7 @@ class GenerateBatchPeer:
     def __init__(self, info: VariantInfo, settings: PeerSettings) -> None:
         self.info, self.max_batch = info, sys.maxsize
         self._model: Any = settings.llm.model
-        self._generation = GenerationConfig(
-            eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **sampling_options(settings.temperature)
-        )
+        self._generation = _generation_config(settings)
         self._num_blocks = 0
         logging.getLogger("ContinuousBatchingLogger").setLevel(logging.ERROR)
 
@@ -57,11 +62,7 @@ class GenerateBatchPeer:
                         raise RuntimeError("transformers' continuous batching has ended before its requests")
                 elif result.is_finished():
                     found[result.request_id] = result
-        answers = [_answer(found[name], start) for name in names]
-        counts = [len(answer.token_ids) for answer in answers]
-        if counts != list(num_new_tokens):
-            raise RuntimeError(f"answers of {counts} tokens where {list(num_new_tokens)} were asked for")
-        return answers
+        return [_answer(found[name], start) for name in names]
 
     def _make_room(self, prompts: Sequence[list[int]], num_new_tokens: Sequence[int]) -> None:
         """Have a manager whose cache holds these requests at once, and one more block each."""
@@ -87,6 +88,26 @@ class GenerateBatchPeer:
         self._model.destroy_cached_continuous_batching_manager()
 
 
+def _generation_config(settings: PeerSettings) -> GenerationConfig:
+    """Return a config with the logits processors that the target's own asks for and the engine applies, past EOS.
+
+    Raises:
+        PeerAbsent: there is one that continuous batching does not apply.
+    """
+    (prompt,), (count,) = _PROBE
+    job, _ = settings.llm.job("eval", prompt, 0, True, {"max_new_tokens": count})
+    others = {type(p).__name__ for p in job.sampling.processors} - set(_OF_SCORES.values())
+    if others:
+        raise PeerAbsent(
+            "transformers' continuous batching does not apply what the target's generation config asks for: "
+            f"{', '.join(sorted(others))}"
+        )
+    own = {name: getattr(settings.llm.model.generation_config, name, None) for name in _OF_SCORES}
+    return GenerationConfig(
+        eos_token_id=-1, pad_token_id=0, max_new_tokens=1, **own, **sampling_options(settings.temperature)
+    )
+
+
 def _answer(result: Any, start: float) -> PeerAnswer:
     ids = list(result.generated_tokens)
     if result.error is not None:
@@ -98,7 +119,7 @@ def build_generate_batch(name: str, settings: PeerSettings) -> GenerateBatchPeer
     """Return continuous batching without drafts: transformers has none with them.
 
     Raises:
-        PeerAbsent: it does not run this model here.
+        PeerAbsent: it does not run this model here, or not as its generation config says.
     """
     note = "token times are transformers' own; starting its loop is in the time to the first token, as there"
     peer = GenerateBatchPeer(VariantInfo(name, "peer", note=note), settings)

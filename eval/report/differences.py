@@ -32,7 +32,8 @@ def differences(origins: Sequence[dict[str, Any]]) -> list[str]:
     sessions = [session for origin in origins for session in (origin, *origin["resumed"])]
     versions = sorted({name for session in sessions for name in session["versions"]})
     values = [(text, [session.get(name) for session in sessions]) for name, text in _NAMES.items()]
-    values += [(f"the version of {name}", [session["versions"].get(name) for session in sessions]) for name in versions]
+    for name in versions:  # of those that name it: a library that one machine lacks has measured nothing there
+        values.append((f"the version of {name}", [s["versions"][name] for s in sessions if name in s["versions"]]))
     return [f"{text}: {'; '.join(_distinct(seen))}" for text, seen in values if len(_distinct(seen)) > 1]
 
 

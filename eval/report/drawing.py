@@ -21,6 +21,7 @@ from specdec.eval.report.looks import INK, LINE, MUTED, PAGE, SERIES
 
 _WIDTH = 5.2  # inches; 374 CSS pixels, little more than a phone shows
 _LEGEND_LETTERS = 58  # in a row
+_LEGEND_ROWS, _LEGEND_ROW = 2, 0.17  # that every figure has room for; inches of one more
 _SETTINGS: Any = {  # matplotlib types the keys one by one
     "svg.fonttype": "none",
     "svg.hashsalt": "specdec",  # the same figure has the same ids
@@ -114,13 +115,18 @@ def mark_baseline(axes: Any, is_vertical: bool = False) -> None:
 
 
 def legend_above(figure: Figure, *axes: Any) -> None:
-    """Draw a legend above all axes, of what any of `axes` shows, in as many columns as there is room for."""
+    """Draw a legend above all axes, of what any of `axes` shows, in as many columns as there is room for.
+
+    The figure grows by the rows of a long one, so that the axes keep their height.
+    """
     handles: dict[str, Any] = {}
     for one in axes:
         handles |= {name: handle for handle, name in zip(*one.get_legend_handles_labels(), strict=True)} | handles
     if handles:
-        columns = max(1, _LEGEND_LETTERS // (max(map(len, handles)) + 6))
-        figure.legend(handles.values(), handles, loc="outside upper left", ncols=min(columns, len(handles)))
+        columns = min(len(handles), max(1, _LEGEND_LETTERS // (max(map(len, handles)) + 6)))
+        figure.legend(handles.values(), handles, loc="outside upper left", ncols=columns)
+        more_rows = max(0, -(-len(handles) // columns) - _LEGEND_ROWS)
+        figure.set_figheight(figure.get_figheight() + _LEGEND_ROW * more_rows)
 
 
 def whiskers(ratios: Sequence[dict[str, Any]]) -> list[list[float]]:

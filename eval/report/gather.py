@@ -24,7 +24,8 @@ from specdec.eval.records import (
     without_halves,
 )
 from specdec.eval.report.differences import differences, origin_of
-from specdec.eval.summary import summarise
+from specdec.eval.report.prompt_set import PromptSet, prompt_differences
+from specdec.eval.summary import drafter_faults, summarise
 
 # What figures of records that nobody foresaw may raise: such a point is listed, and the report goes on without it.
 ODD = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
@@ -47,6 +48,10 @@ class Point:
     @property
     def is_finished(self) -> bool:
         return self.records.end is not None
+
+    @property
+    def prompts(self) -> PromptSet:
+        return PromptSet.of(self.records.header, self.config)
 
     @property
     def variants(self) -> list[VariantInfo]:
@@ -98,10 +103,15 @@ class Gathered:
         said += [f"{p.label} is not complete: {p.records.doubt}." for p in self.points if p.records.doubt]
         if self.unused:
             said.append(f"Not used: {listed([text_of(entry.folder) for entry in self.unused])}.")
-        said += [f"The points differ in {what}." for what in differences([p.provenance for p in self.points])]
+        others = [*differences([p.provenance for p in self.points]), *prompt_differences(self.points)]
+        said += [f"The points differ in {what}." for what in others]
         shaky = [p.label for p in self.points if (p.summary.get("control") or {}).get("holds") is False]
         if shaky:
             said.append(f"The control differs from the baseline, so noise or order is in the figures: {listed(shaky)}.")
+        for p in self.points:
+            for info in p.variants:
+                faults = drafter_faults(p.summary["variants"][info.name])
+                said += [f"{p.label}, {info.name}: {fault}." for fault in faults]
         return said + self.not_drawn
 
     def drop(self, point: Point, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""How a variant looks in every figure: one colour, one marker, one label; lossy ones hatched and said to be so."""
+"""How a variant looks in every figure: one colour, marker and texture, one label; LOSSY ones hatched and said to be."""
 
 from __future__ import annotations
 
@@ -13,10 +13,17 @@ INK, MUTED, LINE, PAGE = "#1b1e23", "#626972", "#d3d7dd", "#fefefe"  # roles; th
 SERIES = ("#0072b2", "#d55e00", "#00845f", "#b0508c", "#7d6a00", "#5b4fc4", "#8a3b12", "#2b8aa6")
 _MARKERS = "osD^vPX*p<>h"
 HATCH = "////"
+# Of the first eight variants, the next eight, which have their colours again, and so on: the texture of bars, and the
+# dashes of lossless and of lossy lines.
+_ROUNDS: tuple[tuple[str, Any, Any], ...] = (
+    ("", "-", (0, (4, 2))),
+    ("||||", (0, (9, 2, 2, 2)), (0, (4, 2, 2, 2))),
+    ("....", (0, (9, 2, 2, 2, 2, 2)), (0, (4, 2, 2, 2, 2, 2))),
+)
 
 
 class Looks:
-    """Gives each variant its colour and marker, by the order in which the report first meets it."""
+    """Gives each variant its looks, by the order in which the report first meets it: 24 are different."""
 
     def __init__(self, names: Iterable[str]) -> None:
         drafting = [name for name in dict.fromkeys(names) if name not in (BASELINE, CONTROL)]
@@ -28,20 +35,23 @@ class Looks:
     def marker(self, name: str) -> str:
         return "o" if name not in self._places else _MARKERS[self._places[name] % len(_MARKERS)]
 
+    def _round(self, name: str) -> tuple[str, Any, Any]:
+        return _ROUNDS[self._places.get(name, 0) // len(SERIES) % len(_ROUNDS)]
+
     def bar(self, info: VariantInfo) -> dict[str, Any]:
         """Return how bars of the variant are drawn."""
         edge = {"edgecolor": PAGE, "linewidth": 0.5}
-        hatch = {} if info.lossless else {"hatch": HATCH}
-        return {"color": self.colour(info.name), **edge, **hatch}
+        texture = self._round(info.name)[0] + ("" if info.lossless else HATCH)
+        return {"color": self.colour(info.name), **edge, **({"hatch": texture} if texture else {})}
 
     def line(self, info: VariantInfo) -> dict[str, Any]:
         """Return how lines of the variant are drawn: of lossy ones dashed, with hollow markers."""
         colour = self.colour(info.name)
         inside = colour if info.lossless else PAGE
-        dashes = "-" if info.lossless else (0, (4, 2))
+        _, lossless, lossy = self._round(info.name)
         return {
             "color": colour,
-            "linestyle": dashes,
+            "linestyle": lossless if info.lossless else lossy,
             "marker": self.marker(info.name),
             "markersize": 5,
             "markerfacecolor": inside,

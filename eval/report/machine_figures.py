@@ -167,9 +167,9 @@ def _costs(point: Point) -> dict[str, StepCost]:
 def _scatter(axes: Any, point: Point, looks: Looks, places: Sequence[tuple[str, float, float]]) -> None:
     infos = {info.name: info for info in point.variants}
     for name, x, y in places:
-        style = looks.line(infos[name]) | {"linestyle": "none", "markersize": 8, "markeredgecolor": PAGE}
-        if not infos[name].lossless:
-            style["markeredgecolor"] = looks.colour(name)
+        edge = (PAGE, 0.5) if infos[name].lossless else (looks.colour(name), 1.0)
+        style = looks.line(infos[name]) | {"linestyle": "none", "markersize": 8}
+        style |= dict(zip(("markeredgecolor", "markeredgewidth"), edge, strict=True))
         axes.plot([x], [y], label=label(infos[name]), **style)
 
 

@@ -172,8 +172,9 @@ def _named(picture: Picture, point: Point, number: int, points: Sequence[object]
 def _try_tables(point: Point) -> None:
     """Make all that the page says of a point, so that what fails does so before the page is begun."""
     one = [point]
-    for make in (tables.headline, tables.figures, tables.controls, tables.notes, tables.left_out, tables.settings):
+    for make in (tables.headline, tables.variants, tables.figures, tables.controls, tables.notes, tables.left_out):
         make(one)
+    tables.settings(one)
     tables.origins(one)
     tables.short_headline(point)
 
@@ -205,6 +206,7 @@ def _page(found: Gathered, figures: _Figures) -> str:
         points=points,
         warnings=found.warnings,
         headline=tables.headline(points),
+        variants=tables.variants(points),
         controls=tables.controls(points),
         notes=tables.notes(points),
         sections=figures.sections,

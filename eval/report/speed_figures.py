@@ -12,7 +12,8 @@ from specdec.eval.report.looks import INK, Looks, keeps_output, label
 
 SPEEDUP = "speedup over the undrafted engine"
 _INTERVALS = (
-    "Whiskers are 95 % bootstrap intervals of the median over batches. The line at 1.0 is the undrafted engine."
+    "Whiskers are 95 % bootstrap intervals of the median over conversations, or over full batches of several prompts; "
+    "fewer than 6 have none. The line at 1.0 is the undrafted engine."
 )
 
 
@@ -40,8 +41,8 @@ def speedups(point: Point, looks: Looks) -> Picture | None:
         text=f"Bars of {len(known)} variants; the longest is {label(best[0])} with {best[1]['median']:.2f} in decode.",
         notes=[
             _INTERVALS,
-            "End to end has prefill in it, and is only told where both gave the same number of tokens. Hatched bars "
-            "change the output: they are lossy.",
+            "End to end has prefill in it, and is only told where both gave the same number of tokens. Bars hatched "
+            "aslant change the output: they are lossy.",
         ],
         columns=("variant", "lossless", "what", "median", "low", "high"),
         rows=[

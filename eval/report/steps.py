@@ -119,7 +119,8 @@ def predicted_speedup(point: Point, variant: str, machine: Machine) -> float | N
             before, after = plain[key], _token_s(sample, machine)
             if before is None or after is None:
                 return None
-            pairs.append((sample.batch if full > 1 else units[cases[sample.requests[0].case].name], before, after))
+            unit = sample.batch if full > 1 else units[cases[sample.requests[0].case].name]
+            pairs.append((unit, sample.batch, before, after))
     found = speedup(pairs)
     return None if found is None else found.median
 

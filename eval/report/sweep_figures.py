@@ -13,6 +13,7 @@ from specdec.eval.report.crossings import crossings, where_it_pays
 from specdec.eval.report.drawing import Picture, drawing, legend_above, mark_baseline, whiskers
 from specdec.eval.report.gather import Point, listed
 from specdec.eval.report.looks import INK, Looks, keeps_output, label
+from specdec.eval.report.prompt_set import prompts_needed
 from specdec.eval.report.time_figures import log_axis
 
 _ALWAYS = ("target", "dtype", "batch_size", "temperature")  # differ between runs without a sweep, too
@@ -73,16 +74,17 @@ def _sweep(key: str, others: Sequence[str], points: Sequence[Point], looks: Look
             unused.set_visible(False)
         for place, (name, curves) in zip(places, panels.items(), strict=False):
             place.set_title(textwrap.fill(name, 56 // columns), fontsize="small")
+            _scale(place, [x for curve in curves for x, _ in curve.ratios()])
             said = [sentence for curve in curves for sentence in _draw(place, key, curve, looks)]
             findings += [f"{name}: {' '.join(said)}"] if name and said else said
             mark_baseline(place)
             place.set_xlabel(key)
-            _scale(place, [x for curve in curves for x, _ in curve.ratios()])
         places[0].set(ylabel="speedup", ylim=(0, None))
         legend_above(figure, *places[: len(panels)])
     notes = [
-        "Bars are 95 % bootstrap intervals of the median over batches; the line at 1.0 is the undrafted engine; rings "
-        "are where straight lines between the medians pass it. Lossy variants are dashed and hollow.",
+        "Bars are 95 % bootstrap intervals of the median over conversations, or over full batches of several prompts; "
+        "the line at 1.0 is the undrafted engine; rings are where the lines between the medians pass it. Lossy "
+        "variants are dashed and hollow.",
     ]
     if left_out:
         notes.append(
@@ -145,15 +147,22 @@ def _draw(axes: Any, key: str, curve: _Curve, looks: Looks) -> list[str]:
     ends = whiskers([ratio for _, ratio in ratios])
     axes.errorbar(xs, medians, ends, label=label(curve.info), capsize=2, elinewidth=1, **looks.line(curve.info))
     ring = {"marker": "o", "markersize": 10, "markerfacecolor": "none", "markeredgecolor": INK, "linestyle": "none"}
-    for x in crossings(xs, medians):
+    is_log = axes.get_xscale() == "log"  # the vertical axis never is
+    for x in crossings(xs, medians, is_log):
         axes.plot([x], [1.0], **ring)
     if len(set(xs)) < 2 or curve.info.kind != "engine":
         return []
-    unknown = [f"{x:g}" for x, ratio in ratios if ratio.get("low") is None]
+    unknown = {
+        f"{x:g}": prompts_needed(point.records.header)
+        for x, point in curve.points
+        if (own := point.speedup(curve.info.name)) is not None and own.get("low") is None
+    }
     unclear = [f"{x:g}" for x, ratio in ratios if ratio.get("low") is not None and ratio["low"] <= 1 <= ratio["high"]]
     doubt = f", not clear at {', '.join(unclear)}, where the interval holds 1.0" if unclear else ""
-    doubt += f", not clear at {', '.join(unknown)}, where there is no interval" if unknown else ""
-    return [f"{label(curve.info)} {where_it_pays(key, xs, medians)}{doubt}."]
+    if unknown:
+        takes = ", ".join(dict.fromkeys(unknown.values()))
+        doubt += f", not clear at {', '.join(unknown)}, where there is no interval (it takes {takes})"
+    return [f"{label(curve.info)} {where_it_pays(key, xs, medians, is_log)}{doubt}."]
 
 
 def _rest(curve: _Curve, x: float) -> tuple[Any, Any]:

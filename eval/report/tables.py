@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specdec.eval.records import BASELINE, Header, VariantInfo
-from specdec.eval.report.gather import Gathered, Point, text_of
+from specdec.eval.report.gather import Gathered, Point, listed, text_of
 from specdec.eval.report.looks import keeps_output, label
+from specdec.eval.report.prompt_set import prompts_needed
+from specdec.eval.report.setting_text import in_short
 
 _NONE = "-"
 _MOST_CONTROLS = 4  # told one by one
@@ -51,6 +53,39 @@ def headline(points: Sequence[Point]) -> Table:
         columns=("variant", *HEADLINE),
         rows=rows,
         headings=headings if len(points) > 1 or not points[0].is_finished else {},
+    )
+
+
+def variants(points: Sequence[Point]) -> Table:
+    """Return what each variant is, equal ones of several points once."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for point in points:
+        for info in point.variants:
+            groups.setdefault(_what_it_is(info), []).append(point.label)
+    names = list(dict.fromkeys(cells[0] for cells in groups))
+    rows: list[tuple[str, ...]] = [
+        (*cells, "all" if len(groups[cells]) == len(points) else listed(groups[cells]))
+        for cells in sorted(groups, key=lambda cells: names.index(cells[0]))
+    ]
+    columns: tuple[str, ...] = ("variant", "draft tokens", "options", "drafter", "verifier", "points")
+    if all(row[-1] == "all" for row in rows):
+        rows, columns = [row[:-1] for row in rows], columns[:-1]
+    return Table("Options are those that none does not have", columns, rows, len(columns))
+
+
+def _what_it_is(info: VariantInfo) -> tuple[str, ...]:
+    options: list[str] = []
+    for key, value in info.options.items():
+        if key == "drafter_options" and isinstance(value, dict):
+            options += in_short(value)
+        elif key != "max_draft_tokens":
+            options += in_short({key.replace("verifier_options", "verifier"): value})
+    return (
+        label(info),
+        _NONE if info.max_draft_tokens is None else str(info.max_draft_tokens),
+        ", ".join(options) or _NONE,
+        info.drafter or _NONE,
+        _NONE if info.drafter in (None, "none") else info.verifier or _NONE,
     )
 
 
@@ -120,7 +155,8 @@ def ratio(found: dict[str, Any] | None) -> str:
 
 
 FIGURES = (
-    *("point", "folder", "finished", "batch_size", "temperature", "variant", "lossless", "tree"),
+    *("point", "folder", "finished", "batch_size", "temperature"),
+    *("variant", "drafter", "verifier", "max_draft_tokens", "lossless", "tree"),
     *("speedup", "speedup_low", "speedup_high", "speedup_e2e", "speedup_e2e_low", "speedup_e2e_high"),
     *("acceptance_length", "acceptance_rate", "decode_tokens_per_s", "tokens_per_s_e2e", "tokens_per_emission"),
     *("ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "itl_p50_s", "itl_p90_s", "itl_p99_s"),
@@ -139,7 +175,7 @@ def _figures(point: Point, info: VariantInfo) -> tuple[Any, ...]:
     ratios = [point.speedup(info.name, kind) or {} for kind in ("decode", "e2e")]
     return (
         *(point.label, text_of(point.folder), point.is_finished, header.batch_size, header.temperature),
-        *(info.name, keeps_output(info), own["tree"]),
+        *(info.name, info.drafter, info.verifier, info.max_draft_tokens, keeps_output(info), own["tree"]),
         *(found.get(key) for found in ratios for key in ("median", "low", "high")),
         *(own[key] for key in ("acceptance_length", "acceptance_rate", "decode_tokens_per_s", "tokens_per_s_e2e")),
         own["tokens_per_emission"],
@@ -157,20 +193,22 @@ def controls(points: Sequence[Point]) -> list[str]:
         said.append(
             "The undrafted engine against itself: 1.0 is in the 99 % interval of "
             f"{sum(own['holds'] for own in judged)} of {len(judged)} points"
-            + (f"; {len(found) - len(judged)} have too few batches for one." if len(judged) < len(found) else ".")
+            + (f"; {len(found) - len(judged)} have too few prompts for one." if len(judged) < len(found) else ".")
         )
     for point in points:
-        own = point.summary["control"]
+        own, header = point.summary["control"], point.records.header
         if own is not None and (own["holds"] is False or len(found) <= _MOST_CONTROLS):
-            said.append(f"{point.label}: the undrafted engine against itself {own['median']:.3f}, {_verdict(own)}.")
+            verdict = _verdict(own, header)
+            said.append(f"{point.label}: the undrafted engine against itself {own['median']:.3f}, {verdict}.")
     return said
 
 
-def _verdict(control: dict[str, Any]) -> str:
+def _verdict(control: dict[str, Any], header: Header) -> str:
     if control["holds"] is None:
-        return "too few batches for an interval: it is not clear what noise does"
+        takes = prompts_needed(header, control["level"])
+        return f"too few prompts for an interval, which takes {takes}: it is not clear what noise does"
     verdict = "1.0 is in it" if control["holds"] else "1.0 is NOT in it: trust no difference as small as this"
-    return f"{control['level']:.0%} interval {control['low']:.3f} to {control['high']:.3f}; {verdict}"
+    return f"{100 * control['level']:g} % interval {control['low']:.3f} to {control['high']:.3f}; {verdict}"
 
 
 def notes(points: Sequence[Point]) -> list[str]:
@@ -180,6 +218,7 @@ def notes(points: Sequence[Point]) -> list[str]:
         header = point.records.header
         said += [f"{info.name}: {info.note}" for info in header.variants if info.note]
         said += [f"Absent: {peer['name']} ({peer['reason']})." for peer in header.absent]
+        said += [f"{peer.variant} gave up: {peer.reason}." for peer in point.records.dropped]
         loops = [
             f"{name} {own['num_loops']} of {own['num_answers']}"
             for name, own in point.summary["variants"].items()
@@ -190,7 +229,21 @@ def notes(points: Sequence[Point]) -> list[str]:
         if apart:
             how = "without a seed" if header.seed is None else "with draws of their own"
             said.append(f"Sampled {how}, so whether answers equal none's says nothing: {'; '.join(apart)}.")
-    return list(dict.fromkeys(said))
+    return list(dict.fromkeys([*said, *_without_interval(points)]))
+
+
+def _without_interval(points: Sequence[Point]) -> list[str]:
+    """Return how many prompts would give speedups an interval, where there are fewer."""
+    groups: dict[str, list[str]] = {}
+    for point in points:
+        header, found = point.records.header, [point.speedup(info.name) for info in point.variants]
+        few = [len(ratio["per_unit"]) for ratio in found if ratio is not None and ratio["low"] is None]
+        if few:
+            unit, end = ("conversation", "s") if header.batch_size == 1 else ("full batch", "es")
+            units = f"{max(few)} {unit}{end if max(few) > 1 else ''}"
+            text = f"[-]: a 95 % interval takes {prompts_needed(header)}, {units} gave none"
+            groups.setdefault(text, []).append(point.label)
+    return [f"{text}: {listed(labels)}." for text, labels in groups.items()]
 
 
 def unused(found: Gathered) -> Table:
@@ -215,21 +268,22 @@ def settings(points: Sequence[Point]) -> Table:
     return Table(
         caption="The points",
         columns=(
-            *("point", "target", "dtype", "set", "state"),
-            *("batch size", "prompts", "most tokens", "temperature", "repeats"),
+            *("point", "target", "dtype", "set", "prompt set", "state"),
+            *("batch size", "conversations", "prompts", "most tokens", "temperature", "repeats"),
         ),
         rows=[
             (
                 *(point.label, h.target, h.dtype),
                 "; ".join(f"{key}={value}" for key, value in h.overrides.items()) or _NONE,
+                f"{own.settings}; digest {own.digest or 'not known'}",
                 "finished" if point.is_finished else f"NOT FINISHED, {len(point.records.samples)} samples",
-                *(str(number) for number in (h.batch_size, len(h.cases), h.max_new_tokens)),
+                *(str(number) for number in (h.batch_size, own.num_conversations, own.num_prompts, h.max_new_tokens)),
                 *(f"{h.temperature:g}", str(h.repeats)),
             )
             for point in points
-            for h in [point.records.header]
+            for h, own in [(point.records.header, point.prompts)]
         ],
-        num_text_columns=5,
+        num_text_columns=6,
     )
 
 

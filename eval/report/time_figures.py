@@ -12,7 +12,9 @@ from specdec.eval.report.drawing import Picture, drawing, folded, legend_above
 from specdec.eval.report.gather import Point
 from specdec.eval.report.looks import INK, LINE, MUTED, PAGE, Looks, keeps_output, label
 
-_PARTS = {"draft_s": ("draft", INK), "verify_s": ("verify", MUTED), "other_s": ("other", LINE)}  # no drafter's colours
+# Name, colour and edge of each part, none of them a drafter's: one of the two can be told from the page.
+_PARTS = {"draft_s": ("draft", INK, PAGE), "verify_s": ("verify", MUTED, PAGE), "other_s": ("other", LINE, MUTED)}
+_MARKED = 13  # a curve has a marker at every so many of its points
 _SHARES = np.array([*np.linspace(0, 0.98, 50), 0.99, 1.0])
 
 
@@ -28,12 +30,12 @@ def time_split(point: Point, looks: Looks) -> Picture | None:
             rows.append((label(info), keeps_output(info), whole, *parts))
     if not rows:
         return None
-    with drawing(1.1 + 0.34 * len(rows)) as (figure, axes):
-        for number, (name, colour) in enumerate(_PARTS.values()):
+    with drawing(1.1 + 0.4 * len(rows)) as (figure, axes):
+        for number, (name, colour, edge) in enumerate(_PARTS.values()):
             known = [(place, row) for place, row in enumerate(rows) if row[3 + number] is not None]
             left = [sum(row[3 : 3 + number]) for _, row in known]
             lengths = [row[3 + number] for _, row in known]
-            style = {"color": colour, "edgecolor": PAGE, "linewidth": 0.5, "label": name}
+            style = {"color": colour, "edgecolor": edge, "linewidth": 0.8, "label": name}
             axes.barh([place for place, _ in known], lengths, 0.7, left, **style)
         unknown = [(place, row[2]) for place, row in enumerate(rows) if row[3] is None]
         if unknown:
@@ -107,10 +109,10 @@ def _distribution(
     if not infos:
         return None
     with drawing(3.4) as (figure, axes):
-        for info in infos:
-            style = looks.line(info) | {"marker": ""}
+        for number, info in enumerate(infos):
+            style = looks.line(info) | {"markevery": (2 * number % _MARKED, _MARKED)}  # of each curve at other places
             if info.name in (BASELINE, CONTROL):
-                style |= {"linewidth": 2.2, "linestyle": "-" if info.name == BASELINE else ":"}
+                style |= {"linewidth": 2.2, "linestyle": "-" if info.name == BASELINE else ":", "marker": ""}
             axes.plot(curves[info.name], _SHARES, label=label(info), **style)
         axes.set_ylabel("share")
         axes.set_ylim(0, 1.02)

@@ -137,7 +137,8 @@ const KEYS = { ArrowLeft: -1, ArrowRight: 1, Home: -Infinity, End: Infinity };
 document.addEventListener("keydown", (event) => {
   if (!(event.key in KEYS) || event.ctrlKey || event.altKey || event.metaKey || event.shiftKey) return;
   const inside = byId("tokens").contains(event.target);
-  if (!inside && (event.target !== document.body || !event.key.startsWith("Arrow"))) return;
+  const free = event.target === document.body || event.target === byId("step"); // a click into a step gives it the focus
+  if (!inside && (!free || !event.key.startsWith("Arrow"))) return;
   event.preventDefault();
   turn(KEYS[event.key], inside);
 });

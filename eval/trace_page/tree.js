@@ -50,7 +50,7 @@ function treeList(run, step) {
     el("li", {}, nodeRow(run, child), child.children.length ? nested(child) : null)));
   const list = nested(root);
   list.className = "tree";
-  return el("div", { class: "scroll" }, list);
+  return el("div", { class: "scroll", tabindex: 0, role: "group", "aria-label": "Draft as a tree" }, list);
 }
 
 /* A drawing of a tree for wide screens; the list beside it says all of it. */
@@ -78,5 +78,5 @@ function treeDrawing(run, step) {
   place(treeOf(step), 0);
   const [width, height] = [(deepest + 1) * across, Math.max(1, leaves) * down];
   const picture = drawn("svg", { width, height, viewBox: `-2 -2 ${width} ${height + 4}`, "aria-hidden": "true" }, edges, boxes);
-  return el("div", { class: "drawing scroll" }, picture);
+  return el("div", { class: "drawing scroll", tabindex: 0, role: "group", "aria-label": "Drawing of the draft; the list after it says the same" }, picture);
 }

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from specdec import ConfigError
+from specdec import ConfigError, SpecdecError
 from specdec.eval import halving
 from specdec.eval import hydra_main as module
 from specdec.eval.comparison import ComparisonConfig
@@ -39,6 +39,22 @@ halving.register()  # as specdec.eval.sweep does
         ("peers=foo", "peers=foo; allowed: a list such as"),
         ("peers=[transformer]", "unknown 'transformer'; did you mean 'transformers'?"),
         ("peers=[transformers,transformers]", "twice"),
+        ("peer_options=5", "peer_options=5; allowed: {name: value}"),
+        ("peer_options={llama: {}}", "no option 'peer_options.llama'; did you mean 'peer_options.llama_cpp'?"),
+        ("peer_options={openvino: 5}", "peer_options.openvino=5; allowed: {option: value}, or {}"),
+        (
+            "peer_options.transformers.num_draft_tokens=3",
+            "no option 'peer_options.transformers.num_draft_tokens'; available: none",
+        ),
+        (
+            "peer_options.transformers_assisted={draft_modl: x}",
+            "did you mean 'peer_options.transformers_assisted.draft_model'?",
+        ),
+        (
+            "peer_options.transformers_assisted.num_draft_tokens=0",
+            "num_draft_tokens=0; allowed: an integer >= 1 or null",
+        ),
+        ("peer_options.transformers_assisted.draft_model=5", "draft_model=5; allowed: a path or name, or null"),
         ("near_tie=-1", "near_tie=-1.0; allowed: a finite number >= 0 or null"),
         ("near_tie=nan", "near_tie=nan; allowed: a finite number >= 0 or null"),
         ("temperature=nan", "temperature=nan; allowed: a finite number >= 0"),
@@ -101,9 +117,11 @@ def test_mains_without_a_dataclass(main: str, word: str, said: str) -> None:
 def test_what_is_allowed_stays_allowed() -> None:
     config = composed(
         "speedup", "+beside.X={}", "beside.tree={drafter: eagle3, drafter_options: {tree: dynamic}}", "near_tie=1e-3",
-        "++beside.suffix={max_draft_tokens: 3}", "question=5", "+peers=[llama_cpp]", "+drafter=ngram", "seed=3",
+        "++beside.suffix={max_draft_tokens: 3}", "question=5", "peer_options.openvino_draft_model.draft_model=x",
+        "+peers=[llama_cpp]", "+drafter=ngram", "seed=3",
     )  # fmt: skip
     assert set(config.beside) == {"X", "tree", "suffix"}
+    assert config.peer_options.openvino_draft_model.draft_model == "x"
     assert (config.question, config.peers, config.drafter.name) == ("5", ["llama_cpp"], "ngram")
     assert "suffix" not in composed("sweep", "experiment=drafters", "~beside.suffix").beside
     assert composed("gpu_check", "large=null", "timings=true").large is None
@@ -118,7 +136,14 @@ def test_every_value_of_a_sweep_is_in_range() -> None:
 
 def test_a_comparison_is_checked_without_hydra_too() -> None:
     check_settings(ComparisonConfig, OmegaConf.create({"repeats": 2, "target": {"name": "x"}}))
-    for wrong in ({"repeats": True}, {"peers": "foo"}, {"beside": 5}, {"control": 1}, {"question": 5}):
+    for wrong in (
+        {"repeats": True},
+        {"peers": "foo"},
+        {"beside": 5},
+        {"peer_options": 5},
+        {"control": 1},
+        {"question": 5},
+    ):
         with pytest.raises(ConfigError, match=next(iter(wrong))):
             check_settings(ComparisonConfig, OmegaConf.create(wrong))
     assert ComparisonConfig().repeats == 3
@@ -144,8 +169,17 @@ def test_a_halving(word: str, said: str) -> None:
 
 
 def test_two_settings_at_least_go_on() -> None:
-    scores: dict[Any, float | None] = {(str(i),): float(i) for i in range(4)}
-    assert halving.survivors(scores, 0.1) == [("3",), ("2",)]
+    outcomes: dict[halving.Job, halving.Outcome] = {(str(i),): float(i) for i in range(4)}
+    outcomes["5",] = "failed: it"
+    assert halving.survivors(outcomes, 0.1) == [("3",), ("2",)]
+
+
+def test_of_settings_without_scores_the_reasons_are_counted() -> None:
+    outcomes: dict[halving.Job, halving.Outcome] = {(str(i),): reason for i, reason in enumerate("abbcde")}
+    with pytest.raises(
+        SpecdecError, match=r"none of 6 settings has a score.*: 2 x b; 1 x a; 1 x c; and 2 other reasons"
+    ):
+        halving.survivors(outcomes, 0.5)
 
 
 def test_folders_that_cannot_be_written_to(tmp_path: Path) -> None:

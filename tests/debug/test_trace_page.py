@@ -324,6 +324,36 @@ class TestReading:
         page.press(Keys.ENTER)
         assert page.js("return location.hash") == "#request-3-step-3"
 
+    def test_arrows_turn_the_page_when_the_step_has_the_focus(self, trace: Path, open_page: OpenPage) -> None:
+        from selenium.webdriver import Keys
+
+        page = open_page(page_of(trace))
+        page.js("document.getElementById('step').focus()")
+        page.press(Keys.ARROW_RIGHT)
+        assert page.js("return location.hash") == "#request-3-step-2"
+
+    def test_what_scrolls_can_be_reached_with_keys_and_has_a_name(
+        self, engine_trace: tuple[Path, list[Any]], open_page: OpenPage
+    ) -> None:
+        path, _ = engine_trace
+        index = next(i for i, s in enumerate(request_of(path)["steps"]) if s.get("parents", [0, 1])[:2] == [0, 0])
+        page = open_page(page_of(path))
+        page.js("document.querySelectorAll('details').forEach((d) => { d.open = true })")
+        for _ in range(index):
+            page.js("document.getElementById('next').click()")
+        script = """
+            const scrolls = (e) => /auto|scroll/.test(getComputedStyle(e).overflow);
+            const reached = (e) => e.tabIndex === 0 || e.querySelector('a[tabindex="0"]');
+            const id = (e) => e.getAttribute("aria-labelledby");
+            const named = (e) => e.getAttribute("aria-label") || document.getElementById(id(e));
+            const all = [...document.querySelectorAll('#page *')].filter(scrolls);
+            const bad = all.filter((e) => !reached(e) || !named(e));
+            return [all, bad].map((some) => some.map((e) => e.id || e.className))"""
+        found, bad = page.js(script)
+        assert {"prompt-text", "tokens", "step", "scroll", "drawing scroll"} <= set(found)
+        assert bad == []
+        assert '<pre tabindex="0" role="group" aria-label="Prompt of request' in trace_page(path)
+
     def test_the_fragment_opens_a_step(self, trace: Path, open_page: OpenPage) -> None:
         page = open_page(page_of(trace))
         page.js("location.hash = '#request-3-step-2'")

@@ -155,17 +155,19 @@ def test_a_limit_is_dealt_to_the_categories() -> None:
     categories = [*"aaaaaaaa", *"bb", *"cccc"]
     assert stratify(categories, 3) == [0, 8, 10]
     assert stratify(categories, 9) == [0, 2, 4, 6, 8, 9, 10, 11, 12]  # a: 4 of 8, b: both, c: 3 of 4
+    assert stratify([*"abcdefghijklm"], 8) == [0, 1, 3, 4, 6, 8, 9, 11]  # not the first eight, which are alike
+    assert stratify([*"aabbccdd"], 6) == [0, 1, 2, 4, 5, 6]  # one of each, and one more of a and of c
     assert stratify(categories, None) == stratify(categories, 99) == list(range(14))
     with pytest.raises(ConfigError, match="limit=0"):
         stratify(categories, 0)
 
 
 def test_micro_interval_resamples_pairs() -> None:
-    assert micro_interval([(4.0, 2.0)] * 5) is None
-    assert micro_interval([(4.0, 2.0)] * 6) == (2.0, 2.0)
-    found = micro_interval([(1.0, 1.0), (30.0, 10.0)] * 3)
+    assert micro_interval([(4.0, 2.0)] * 7) is None
+    assert micro_interval([(4.0, 2.0)] * 8) == (2.0, 2.0)
+    found = micro_interval([(1.0, 1.0), (30.0, 10.0)] * 4)
     assert found is not None
-    assert 1.0 < found[0] < 93 / 33 < found[1] < 3.0  # of six drawn some are of each kind, 95 times in 100
+    assert 1.0 < found[0] < 124 / 44 < found[1] < 3.0  # no further out than the pairs' own ratios
 
 
 def test_repeats_and_turns_are_no_news() -> None:

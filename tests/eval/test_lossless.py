@@ -30,7 +30,7 @@ from specdec.eval.goodness_of_fit import (
 )
 from specdec.eval.lossless_config import LosslessConfig
 from specdec.eval.lossless_report import page, verdict
-from specdec.eval.sampling_tests import compare, draw
+from specdec.eval.sampling_tests import Drawn, compare, draw
 from specdec.eval.setting_checks import check_settings
 from specdec.eval.target_law import target_law
 from specdec.interfaces import Noise
@@ -252,6 +252,47 @@ def test_default_drafters_that_do_not_fit_are_left_out(tiny: Path) -> None:
         lossless.measure(config(tiny, "drafter=eagle3"))
 
 
+def test_a_drafter_that_one_dtype_refuses_is_named_with_it(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever of the dtypes it is: the others have its rows."""
+    made = lossless._drafting
+
+    def picky(base: LLM, name: str, *given: Any, **more: Any) -> LLM:
+        if (name, base.model.dtype) == ("ngram", torch.float32):
+            raise IncompatibleDrafterError("not in float32. Take another one")
+        return made(base, name, *given, **more)
+
+    monkeypatch.setattr(lossless, "_drafting", picky)
+    overrides = ("default_drafters=[none,ngram]", "dtypes=[float32,bfloat16]", "sampling.samples=0")
+    result = lossless.measure(config(tiny, *overrides))
+    rows = [("float32", "none"), ("bfloat16", "none"), ("bfloat16", "ngram")]
+    assert [(c["dtype"], c["drafter"]) for c in result["checks"]] == rows
+    assert result["left_out"] == [{"drafter": "ngram", "dtype": "float32", "reason": "not in float32"}]
+    assert "Left out in float32: ngram, not in float32" in page(result)
+
+
+@pytest.mark.parametrize("drafter", ["random", "self_int8"])
+def test_sampled_prompts_are_prefilled_once(drafter: str, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefix caching is on, beside what the config sets of the engine, and the samples are those without it."""
+    seen: list[tuple[LLM, list[int], Drawn]] = []
+
+    def noting(llm: LLM, prompts: list[list[int]], *given: Any) -> Drawn:
+        drawn = draw(llm, prompts, *given)
+        seen.append((llm, prompts[0], drawn))
+        return drawn
+
+    monkeypatch.setattr(lossless, "draw", noting)
+    overrides = (f"drafter={drafter}", "verifier=match", "engine.max_batch_size=7", "max_new_tokens=2")
+    lossless.measure(config(tiny, *overrides))
+    ((llm, prompt, drawn),) = seen
+    assert llm.engine.config.prefix_caching and llm.engine.config.max_batch_size == 7
+    block = llm.engine.target.cache.block_tokens
+    assert len(prompt) > block
+    assert llm.engine.stats.num_cached_tokens >= 60 * ((len(prompt) - 1) // block) * block
+    uncached = LLM(llm.model, drafter=drafter, verifier="match")
+    assert draw(uncached, [prompt], 60, 4, 1.0, seed=0) == drawn
+    assert uncached.engine.stats.num_cached_tokens == 0
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
@@ -362,6 +403,27 @@ def _result(**changes: Any) -> dict[str, Any]:
     sampling = {"level": 1e-3, "tests": [row], "dtype": "float32", "temperature": 1.0}
     sampling |= {"num_samples": 9, "num_tokens": 4, "num_prompts": 1}
     return {"checks": [check], "sampling": sampling, "left_out": [], "left_out_prompts": []}
+
+
+@pytest.mark.parametrize(
+    ("sha", "dirty", "line"),
+    [
+        ("c0ffee", True, "at c0ffee with changes;"),
+        ("c0ffee", False, "at c0ffee;"),
+        (None, None, "at code that is not known;"),
+    ],
+)
+def test_the_page_keeps_its_tables_and_says_which_code(sha: str | None, dirty: bool | None, line: str) -> None:
+    """Outside a checkout too, and with names that hold what Markdown divides columns by."""
+    result = _result(drafter="a|b") | {"config": {"target": {"name": "t"}}}
+    result["provenance"] = {"git_sha": sha, "git_dirty": dirty, "time": "now"}
+    for name in lossless_report.P_VALUES.values():
+        result["sampling"]["tests"][0][name] = 0.5
+    written = page(result)
+    assert f"Made now {line}" in written
+    rows = [row for row in written.splitlines() if row.startswith("|")]
+    assert sum("a\\|b" in row for row in rows) == 2 and "\\\\" not in written
+    assert [row.replace("\\|", "").count("|") for row in rows] == [7] * 3 + [10] * 3
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from specdec.eval.batch_run import BatchRun, over
 from specdec.eval.point import measure_point
 from specdec.eval.point_view import show_point, show_step_times
 from specdec.eval.prompts import load_texts
-from specdec.eval.ratios import bootstrap_interval
+from specdec.eval.ratios import median_interval
 from specdec.eval.ratios import speedup as ratio_of
 from specdec.eval.summary import summarise
 from specdec.stats import RequestStats
@@ -37,7 +37,7 @@ def config(name: str, tiny: Path, *overrides: str) -> Any:
 def test_ratio_is_the_median_over_units_of_medians_over_repeats() -> None:
     # unit 0: ratios 2, 2, 8 -> 2; unit 1: 3, 5, 4 -> 4; unit 2: 1, 1, 1 -> 1; the median of 2, 4, 1 is 2
     times = {0: (2.0, 2.0, 8.0), 1: (3.0, 5.0, 4.0), 2: (1.0, 1.0, 1.0)}
-    result = ratio_of([(unit, t[repeat], 1.0) for repeat in range(3) for unit, t in times.items()])
+    result = ratio_of([(unit, 0, t[repeat], 1.0) for repeat in range(3) for unit, t in times.items()])
     assert result is not None
     assert result.per_unit == {0: 2.0, 1: 4.0, 2: 1.0}
     assert result.median == 2.0
@@ -57,7 +57,7 @@ def test_batches_that_ran_together_are_paired_by_round_and_counted_per_token() -
 
 
 def test_interval_of_equal_values_is_a_point() -> None:
-    assert bootstrap_interval([1.5] * 6) == (1.5, 1.5)
+    assert median_interval([1.5] * 6) == (1.5, 1.5)
 
 
 def test_prompts_are_spread_over_the_file_and_long_ones_counted(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from rich.console import Console
 from specdec import ConfigError, InputError, SpecdecError
 from specdec.drafters.ngram import NgramDrafter
 from specdec.eval import point, runner, variants
-from specdec.eval.point import is_finished, measure_point, note_error
+from specdec.eval.point import is_finished, measure_point
 from specdec.eval.point_view import show_point
 from specdec.eval.records import RecordWriter, Sample, read_records
 from specdec.eval.summary import summarise
@@ -150,8 +151,25 @@ def test_prompts_that_changed_are_not_mixed(known: Path, tmp_path: Path, monkeyp
         with pytest.raises(Killed):
             measure_point(config, tmp_path / "point")
     rows.write_text('{"prompt": "aaaaA"}\n{"prompt": "bB"}')
+    monkeypatch.setattr(point, "digests", lambda config: {})  # as if they came from where nobody can look
     with pytest.raises(ConfigError, match="begun with other prompts"):
         measure_point(config, tmp_path / "point")
+
+
+def test_records_are_of_their_own_settings_whatever_the_config_beside_them(known: Path, tmp_path: Path) -> None:
+    measure_point(config_for("acceptance", known, *SMALL), tmp_path)
+    (tmp_path / "config.yaml").unlink()
+    for changed in ("repeats=3", "batch_size=1", "max_new_tokens=7", "temperature=0.5", "seed=1"):
+        with pytest.raises(ConfigError, match=f"holds another point: its {changed.partition('=')[0]} differs"):
+            measure_point(config_for("acceptance", known, *SMALL, changed), tmp_path)
+    assert not (tmp_path / "config.yaml").exists()
+    assert measure_point(config_for("acceptance", known, *SMALL), tmp_path).end is not None
+
+
+def test_records_that_cannot_be_read_are_named(known: Path, tmp_path: Path) -> None:
+    (tmp_path / "records.jsonl").mkdir()
+    with pytest.raises(InputError, match=r"records\.jsonl cannot be read: .*directory"):
+        measure_point(config_for("acceptance", known, *SMALL), tmp_path)
 
 
 def test_corrupt_records_are_named(known: Path, tmp_path: Path) -> None:
@@ -167,13 +185,6 @@ def test_corrupt_records_are_named(known: Path, tmp_path: Path) -> None:
 def test_two_processes_do_not_share_a_folder(known: Path, tmp_path: Path) -> None:
     with FileLock(tmp_path / ".lock"), pytest.raises(ConfigError, match="being measured by another process"):
         measure_point(config_for("acceptance", known, *SMALL), tmp_path)
-
-
-def test_an_error_is_left_in_the_folder_and_goes_when_it_is_measured(known: Path, tmp_path: Path) -> None:
-    note_error(tmp_path, ValueError("what it was"))
-    assert json.loads((tmp_path / "error.json").read_text())["message"] == "what it was"
-    measure_point(config_for("acceptance", known, *SMALL), tmp_path)
-    assert not (tmp_path / "error.json").exists()
 
 
 def test_drafters_forget_between_repeats(known: Path, tmp_path: Path) -> None:
@@ -209,6 +220,62 @@ def test_what_was_learned_is_learned_again_when_a_repeat_goes_on(
                 measure_point(config, folder)
         measure_point(config, folder)
         assert steps(folder) == whole
+
+
+def test_answers_that_are_given_again_are_no_time_of_the_run(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_for("acceptance", known, *SMALL, "drafter=suffix", "drafter.options.share=true")
+    with monkeypatch.context() as patch:
+        stop_after(patch, 7, Killed())  # of the second repeat one batch is done, which suffix has learned from
+        with pytest.raises(Killed):
+            measure_point(config, tmp_path)
+    learn, again = runner.Run._learn_again, []
+
+    def slow(self: Any, variant: Any, batch: int) -> float:
+        run = self._run
+        self._run = lambda *arguments: (time.sleep(0.3), run(*arguments))[1]
+        again.append(learn(self, variant, batch))
+        self._run = run
+        return again[-1]
+
+    monkeypatch.setattr(runner.Run, "_learn_again", slow)
+    records = measure_point(config, tmp_path)
+    assert records.end is not None
+    assert len(again) == 1
+    assert records.end.outside_s < 0.3 < sum(again) < records.end.setup_s
+    before, after = records.samples[5:7]
+    assert after.start_s - before.start_s - before.total_s < 0.3, "the clock stood still meanwhile"
+
+
+def test_prefixes_that_were_kept_are_kept_again_when_a_repeat_goes_on(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": "a" * 64}) for _ in range(4)))
+    settings = ["engine.prefix_caching=true", f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "batch_size=1"]
+    config = config_for("acceptance", known, *settings, "max_new_tokens=6", "repeats=1")
+    seen: list[int] = []
+    run_variant = variants.EngineVariant.run
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        before = self.llm.engine.stats.num_cached_tokens
+        found = run_variant(self, *arguments)
+        seen.append(self.llm.engine.stats.num_cached_tokens - before)
+        return found
+
+    monkeypatch.setattr(variants.EngineVariant, "run", counted)
+    measure_point(config, tmp_path / "whole")
+    whole = seen[:]
+    assert whole[:4] == [0] * 4  # warm-up, and the first prompt
+    assert all(whole[4:])
+    with monkeypatch.context() as patch:
+        stop_after(patch, 6, Killed())
+        with pytest.raises(Killed):
+            measure_point(config, tmp_path / "killed")
+    seen.clear()
+    measure_point(config, tmp_path / "killed")
+    assert seen == whole  # those that are given again, too
 
 
 @pytest.mark.parametrize("left", ["", "a: [", "[1]"])
@@ -257,7 +324,7 @@ def test_a_drafter_that_fails_is_told(known: Path, tmp_path: Path, capsys: pytes
     assert summary["variants"][name]["num_drafter_errors"] > 0
     show_point(records, summary, Console())
     assert "its drafter FAILED in" in capsys.readouterr().out
-    assert score_of(summary) is None
+    assert f"{name}: its drafter FAILED in" in str(score_of(summary))
 
 
 def test_other_peoples_errors_are_no_full_disk(known: Path, tmp_path: Path) -> None:
@@ -278,8 +345,8 @@ def test_the_baseline_has_no_policy(known: Path, tmp_path: Path) -> None:
     settings = ["engine.draft_length=confidence", "engine.max_draft_tokens=2", "control=true"]
     seen = {}
 
-    def kept(base: Any, config: Any) -> Any:
-        found = variants.build_variants(base, config)
+    def kept(*arguments: Any) -> Any:
+        found = variants.build_variants(*arguments)
         seen.update({v.info.name: v.llm.engine.draft_length.name for v in found.found if hasattr(v, "llm")})
         return found
 

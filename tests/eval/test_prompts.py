@@ -186,6 +186,37 @@ class TestRows:
         assert [c.turns for c in found] == [("1", "2"), ("3", "4"), ("6",), ("7",)]
         assert [c.system for c in found] == ["Be brief", None, None, None]
 
+    def test_conversations_that_are_cut_are_counted_with_the_reason(
+        self, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        beginning = [message("user", "1"), message("assistant", "x"), message("user", "2")]
+        last = [message("tool", "x"), message("Judge", "x"), message("user", ""), message("user", [{"type": "image"}])]
+        last += [message("system", "stop"), {"content": "x"}, message("tool", "y")]
+        talks = [[*beginning, end, message("user", "3")] for end in last]
+        with caplog.at_level(logging.INFO, "specdec"):
+            found = of(tmp_path / "p.json", [{"messages": talk} for talk in [beginning, *talks]])
+        assert [c.turns for c in found] == [("1", "2")] * 8
+        assert "7 of 8 conversations end before their last message, at the role 'tool' (2), the role" in caplog.text
+        assert "an empty text of the user (1), a message of the user that is no text (1)" in caplog.text
+        assert caplog.text.rstrip().endswith(", ...") and "left out" not in caplog.text
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "specdec"):
+            of(tmp_path / "p.json", [{"messages": beginning}])
+        assert not caplog.text
+
+    @pytest.mark.parametrize("name", ["assistant", "model", "AI", "bot", "gpt"])
+    def test_whoever_answers(self, name: str, tmp_path: Path) -> None:
+        talk = [message("user", "1"), message(name, "x"), message("user", "2")]
+        assert [c.turns for c in of(tmp_path / "p.json", [{"messages": talk}])] == [("1", "2")]
+
+    @pytest.mark.parametrize("nothing", [None, "", " \n"])
+    def test_an_empty_system_message_says_nothing(self, nothing: str | None, tmp_path: Path) -> None:
+        talk = [message("system", nothing), message("user", "1"), message("system", nothing), message("user", "2")]
+        late = [message("system", nothing), message("developer", "Be brief"), message("user", "1")]
+        (found, brief) = of(tmp_path / "p.json", [{"messages": talk}, {"messages": late}])
+        assert (found.turns, found.system) == (("1", "2"), None)
+        assert (brief.turns, brief.system) == (("1",), "Be brief")
+
     def test_conversations_without_a_beginning_are_left_out(
         self, tmp_path: Path, caplog: pytest.LogCaptureFixture
     ) -> None:
@@ -194,9 +225,12 @@ class TestRows:
         with caplog.at_level(logging.INFO, "specdec"):
             found = of(tmp_path / "p.json", [{"conversations": talk} for talk in talks])
         assert [(c.name, c.turns) for c in found] == [("0", ("in",))]
-        assert "4 of 5 conversations left out" in caplog.text
-        with pytest.raises(ConfigError, match="none of its 4 conversations begins with a text of the user"):
+        assert "4 of 5 conversations left out, they do not begin with a text of the user: no message of" in caplog.text
+        assert "a message of the assistant before the first turn (1)" in caplog.text
+        with pytest.raises(ConfigError, match="none of its 4 conversations begins with a text of the user: no") as told:
             of(tmp_path / "p.json", [{"conversations": talk} for talk in left_out])
+        assert "an empty text of the user (1), the role 'tool' (1). Remove" in str(told.value)
+        assert "user, human for the user" in str(told.value)
 
     def test_the_instruction_is_for_bare_prompts(self, tmp_path: Path) -> None:
         rows = [{"prompt": "\ncode"}, {"turns": ["a", "b"]}, {"instruction": "do", "input": "it"}]
@@ -325,6 +359,9 @@ def test_a_set_is_dealt_to_its_categories() -> None:
     found = load_conversations(group("prompts=small"))
     chosen = stratify([c.category for c in found], 13)
     assert Counter(found[i].category for i in chosen) == dict.fromkeys(MT_BENCH | OTHERS, 1)
+    for limit in (6, 8):  # those of rounds and of experiments: chat, and what drafters copy in
+        few = {found[i].category for i in stratify([c.category for c in found], limit)}
+        assert len(few) == limit and few & MT_BENCH and len(few & OTHERS) >= 2
 
 
 def test_a_package_that_hides_datasets_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

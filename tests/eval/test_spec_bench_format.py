@@ -12,7 +12,7 @@ import pytest
 
 from specdec import ConfigError, InputError
 from specdec.eval import spec_bench_format
-from specdec.eval.records import Case, End, Header, Records, RecordWriter, RequestRecord, Sample, VariantInfo
+from specdec.eval.records import Case, Dropped, End, Header, Records, RecordWriter, RequestRecord, Sample, VariantInfo
 from specdec.eval.spec_bench_format import write_all, write_answers
 
 CASES = [
@@ -96,11 +96,12 @@ def test_what_the_format_cannot_say_is_refused(tmp_path: Path) -> None:
 def test_all_variants_and_the_tokenizer_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(spec_bench_format, "load_tokenizer_of", lambda target: Words())
     whole = records()
-    header = replace(whole.header, variants=[VariantInfo("a/b c", "engine")])
+    header = replace(whole.header, variants=[VariantInfo("a/b c", "engine"), VariantInfo("openvino", "peer")])
     run = tmp_path / "run"
     run.mkdir()
     with RecordWriter(run / "records.jsonl") as writer:
         writer.write(header)
+        writer.write(Dropped("openvino", "out of luck"))
         for sample in whole.samples:
             writer.write(replace(sample, variant="a/b c"))
     with pytest.raises(InputError, match="was not measured to its end"):

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
-from specdec.eval.order_effects import order_effects
-from specdec.eval.ratios import bootstrap_interval, num_needed, speedup
 from specdec.eval.records import Case, RequestRecord, VariantInfo
-from specdec.eval.schedule import turns
 from specdec.eval.summary import summarise
 from tests.eval.made_samples import CONTROL, NONE, header, records, request, sample
 
@@ -123,10 +119,49 @@ def test_a_batch_counts_all_of_its_decoding() -> None:
     both = batch([0, 1], [1.0, 2.0], 1.0, [1] * 4, prefill_s=0.75)
     own = sample("none", 0, 0, both)
     assert (own.total_s, own.decode_s, own.num_decode_tokens) == (6.0, 4.5, 8)
-    peers = [replace(r, prefill_s=None, steps=None) for r in both]
-    assert sample("peer", 0, 0, peers).decode_s == 4.0  # from when both have their first token
+    peers = sample("peer", 0, 0, [of_peer(r) for r in both])
+    assert (peers.decode_s, peers.num_decode_tokens) == (4.0, 7)  # after both have their first token
     alone = sample("none", 0, 0, both[:1])
     assert (alone.decode_s, alone.num_decode_tokens) == (4.0, 4)
+
+
+def of_peer(own: RequestRecord, first: int = 1) -> RequestRecord:
+    """Return an answer of a peer, of whose tokens `first` came at once."""
+    emissions = [[own.ttft_s, float(first)], *own.emissions[1:]]
+    ids = [7 + i for i in range(len(own.token_ids) - 1 + first)]
+    return replace(own, token_ids=ids, emissions=emissions, steps=None, prefill_s=None)
+
+
+def test_what_a_peer_drafts_before_its_first_forward_is_not_decoded() -> None:
+    own = sample("peer", 0, 0, [of_peer(request(0, 2.0, 1.0, [1, 3]), first=4)])
+    assert (own.num_tokens, own.decode_s, own.num_decode_tokens) == (8, 2.0, 4)
+    head = header(CASES, [NONE, PEER])
+    found = summarise(records(head, [own, sample("none", 0, 0, [request(0, 2.0, 1.0, [1] * 7)])]))
+    assert found["variants"]["peer"]["decode_tokens_per_s"] == pytest.approx(2.0)
+    assert found["speedups"][0]["decode"]["median"] == pytest.approx(2.0)
+    assert found["speedups"][0]["e2e"]["median"] == pytest.approx(9 / 4)
+
+
+def test_a_peers_batch_decodes_from_when_all_have_begun() -> None:
+    # The first emits at 1, 2, 3 and 4 s; the second gets three tokens at 2.5 s, and two at 3.5 s.
+    both = [of_peer(request(0, 1.0, 1.0, [1] * 3)), of_peer(request(1, 2.5, 1.0, [2]), first=3)]
+    own = sample("peer", 0, 0, both)
+    assert (own.num_tokens, own.decode_s, own.num_decode_tokens) == (9, 1.5, 4)
+    assert sample("peer", 0, 0, both[::-1]).num_decode_tokens == 4
+
+
+def test_an_answer_in_one_emission_is_in_no_rate() -> None:
+    at_once = sample("peer", 0, 0, [of_peer(request(0, 2.0, 1.0, []), first=6)])
+    assert (at_once.decode_s, at_once.num_decode_tokens) == (0.0, 0)
+    none = [sample("none", i, 0, [request(i, 1.0, 1.0, [1] * 5)]) for i in range(2)]
+    head = header(CASES, [NONE, PEER])
+    alone = summarise(records(head, [none[0], at_once]))
+    assert alone["variants"]["peer"]["decode_tokens_per_s"] is None
+    assert alone["speedups"][0]["decode"] is None
+    other = sample("peer", 1, 0, [of_peer(request(1, 2.0, 0.5, [1] * 5))])
+    found = summarise(records(head, [*none, at_once, other]))
+    assert found["variants"]["peer"]["decode_tokens_per_s"] == pytest.approx(2.0)
+    assert found["speedups"][0]["decode"]["per_unit"] == {1: pytest.approx(2.0)}
 
 
 def test_only_full_batches_are_timed_and_mixed_ones_have_no_category() -> None:
@@ -153,77 +188,18 @@ def test_a_conversation_is_one_unit() -> None:
     assert found["decode"]["low"] is None
 
 
+def test_a_conversations_turns_count_alike_however_often_they_were_repeated() -> None:
+    cases = [Case("talk", "a", turn, 10) for turn in range(2)]
+    gaps = {(0, 0): 0.5, (0, 1): 0.5, (0, 2): 0.5, (1, 0): 0.25}  # the second turn was run once: the run was killed
+    samples = []
+    for (turn, repeat), gap in gaps.items():
+        samples.append(sample("none", turn, repeat, [request(turn, 1.0, 1.0, [1] * 4)]))
+        samples.append(sample("fast", turn, repeat, [request(turn, 1.0, gap, [1] * 4)]))
+    (found,) = summarise(records(header(cases, [NONE, FAST], repeats=3), samples))["speedups"]
+    assert found["decode"]["per_unit"] == {0: pytest.approx((2.0 + 4.0) / 2)}
+
+
 def test_failing_drafters_are_counted() -> None:
     broken = replace(request(0, 1.0, 1.0, [1] * 4), num_drafter_errors=3)
     found = summarise(records(header(CASES[:1], [NONE, FAST]), [sample("fast", 0, 0, [broken])]))
     assert found["variants"]["fast"]["num_drafter_errors"] == 3
-
-
-def test_intervals_cover_what_they_say() -> None:
-    assert (num_needed(0.95), num_needed(0.99)) == (6, 8)
-    source = np.random.default_rng(1)
-    for count, level in ((6, 0.95), (8, 0.99), (24, 0.95)):
-        held = 0
-        for _ in range(400):
-            found = bootstrap_interval(list(source.normal(1.0, 0.1, count)), level)
-            assert found is not None
-            held += found[0] <= 1.0 <= found[1]
-        assert held / 400 > level - 0.06
-    assert bootstrap_interval([1.0] * 5) is None
-    result = speedup([(i, 2.0, 1.0) for i in range(5)])
-    assert result is not None
-    assert (result.median, result.low) == (2.0, None)
-
-
-@pytest.mark.parametrize(
-    ("names", "num_batches", "repeats"), [("nd", 8, 2), ("ncdt", 16, 3), ("ncd", 16, 3), ("ncd", 9, 1)]
-)
-def test_what_a_place_does_is_seen_and_does_not_bias(names: str, num_batches: int, repeats: int) -> None:
-    order = list(turns(list(names), num_batches, repeats))
-    speed = {"n": 1.0, "c": 1.0, "d": 2.0, "t": 0.4}
-    source = np.random.default_rng(0)
-    noise = source.normal(0, 0.002, len(order))
-    slow = {i: float(np.exp(source.normal(0, 0.3))) for i in range(num_batches)}
-    seconds = [
-        slow[t.batch] / speed[t.variant] * (1.1 if t.place == 0 else 1.0) * float(np.exp(e))
-        for t, e in zip(order, noise, strict=True)
-    ]
-    found = order_effects(
-        *(
-            [t.variant for t in order],
-            [t.batch for t in order],
-            [t.place for t in order],
-            list(range(len(order))),
-            seconds,
-        )
-    )
-    places = {e["number"]: e["relative_time"] for e in found if e["by"] == "place"}
-    others = [v for place, v in places.items() if place]
-    assert places[0] / np.mean(others) == pytest.approx(1.1, abs=0.01)
-    assert all(e["error"] < 0.02 for e in found if e["by"] == "place")
-    pairs = [
-        (t.batch, a, b)
-        for t, a in zip(order, seconds, strict=True)
-        if t.variant == "n"
-        for u, b in zip(order, seconds, strict=True)
-        if (u.variant, u.batch, u.repeat) == ("d", t.batch, t.repeat)
-    ]
-    result = speedup(pairs)
-    assert result is not None
-    assert np.exp(np.mean(np.log(list(result.per_unit.values())))) == pytest.approx(2.0, rel=0.035)
-
-
-def test_drift_is_seen() -> None:
-    order = list(turns(["n", "d"], 30, 2))
-    seconds = [1.0 if i < 40 else 1.2 for i in range(len(order))]
-    found = order_effects(
-        *(
-            [t.variant for t in order],
-            [t.batch for t in order],
-            [t.place for t in order],
-            list(range(len(order))),
-            seconds,
-        )
-    )
-    thirds = {e["number"]: e["relative_time"] for e in found if e["by"] == "third"}
-    assert thirds[2] / thirds[0] == pytest.approx(1.2, abs=0.02)

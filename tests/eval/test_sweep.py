@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,9 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
+from omegaconf import open_dict
 
 from specdec.eval.records import read_records
 from specdec.eval.sweep_point import digest, parse_overrides, point_name
+from specdec.eval.sweep_watch import SweepWatch
+from specdec.provenance import ARGV, provenance
 from tests.eval.known_model import config_for, overrides_for, save_known_model
 
 QUICK = ["max_new_tokens=6", "repeats=1", "control=false"]
@@ -25,7 +30,8 @@ def known(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(known: Path, folder: Path, *overrides: str) -> list[str]:
-    own = [*overrides_for(known), *QUICK, f"hydra.sweep.dir={folder}", f"hydra.run.dir={folder}"]
+    known_model = [word for word in overrides_for(known) if word != "prompts.limit=null"]  # which rounds say
+    own = [*known_model, *QUICK, f"hydra.sweep.dir={folder}", f"hydra.run.dir={folder}"]
     flags = [word for word in overrides if word.startswith("-")]
     return [sys.executable, "-m", "specdec.eval.sweep", *flags, *own, *(o for o in overrides if o not in flags)]
 
@@ -64,6 +70,19 @@ def test_a_grid_a_failure_and_a_second_run(known: Path, tmp_path: Path) -> None:
     assert "holds 4 finished points" in second.stderr
     assert len(states(folder)) == 6
     assert {path: path.stat().st_mtime_ns for path in before} == before
+
+
+def test_a_point_that_left_nothing_has_failed(known: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "sweep"
+    grid = ["-m", "drafter=ngram,oracle"]
+    assert sweep(known, folder, *grid).returncode == 0
+    (lost,) = folder.glob("drafter=oracle-*")
+    shutil.rmtree(lost)
+    lost.write_text("")  # where its folder would be: neither config nor error can be written
+    again = sweep(known, folder, *grid)
+    assert "cannot be written" in again.stderr + again.stdout
+    assert f"{lost.name}  failed and left nothing" in again.stdout
+    assert again.returncode == 1
 
 
 def test_a_killed_sweep_goes_on(known: Path, tmp_path: Path) -> None:
@@ -120,17 +139,40 @@ def test_two_sweeps_at_once_are_refused(known: Path, tmp_path: Path) -> None:
 def test_tune_prints_the_command_to_use(known: Path, tmp_path: Path) -> None:
     folder = tmp_path / "tune"
     grids = "hydra.sweeper.grids=['drafter=oracle engine.max_draft_tokens=2,6','drafter=adversary,eagle3']"
-    done = sweep(known, folder, "experiment=tune", grids, "hydra.sweeper.rungs=[1,2,3]", "max_new_tokens=30")
+    done = sweep(
+        known, folder, "experiment=tune", grids, "hydra.sweeper.rungs=[1,2,3]", "max_new_tokens=30", "ignore_eos=true"
+    )
     assert "round 3 of 3" in done.stdout + done.stderr, done.stderr
     assert done.returncode == 0, done.stderr  # eagle3 has no head for this model and has lost: said, the rest went on
     assert "eagle3" in done.stderr + done.stdout
     last = done.stdout.replace("\n", " ")
     assert "specdec generate --model" in last or "use drafter none" in last
+    assert "ignore_eos" not in done.stdout.partition("the last round")[2].partition("here")[0]  # all settings share it
     limits = [
         json.loads(line.splitlines()[0])["overrides"] for line in map(Path.read_text, folder.glob("*/records.jsonl"))
     ]
     per_round = [sum(o["prompts.limit"] == n for o in limits) for n in (1, 2, 3)]
     assert per_round == [3, 2, 2]
+
+
+def test_tune_says_why_nothing_can_be_ranked(known: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "tune"
+    grids = "hydra.sweeper.grids=['drafter=random engine.max_draft_tokens=2,3 verifier=synthetic','drafter=eagle3']"
+    done = sweep(known, folder, "experiment=tune", grids, "hydra.sweeper.rungs=[1]")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "use drafter none" not in done.stdout
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
+    assert "none of 3 settings has a score to compare: 2 x random is lossy; 1 x failed: " in line
+    assert "eagle3" in line
+    assert done.stdout.count("measured") >= 2  # and the table is there
+
+
+def test_tune_refuses_a_number_of_prompts_that_it_would_not_use(known: Path, tmp_path: Path) -> None:
+    grids = "hydra.sweeper.grids=['drafter=ngram,oracle']"
+    done = sweep(known, tmp_path / "tune", "experiment=tune", grids, "prompts.limit=2")
+    assert done.returncode == 2
+    assert "error: prompts.limit=2 would be without effect: hydra.sweeper.rungs=[6, 13, 26]" in done.stderr
+    assert not states(tmp_path / "tune")
 
 
 def test_ray_runs_points_on_two_workers(known: Path, tmp_path: Path) -> None:
@@ -142,8 +184,29 @@ def test_ray_runs_points_on_two_workers(known: Path, tmp_path: Path) -> None:
     assert sum(states(folder).values()) == 4
     assert len(list(folder.glob("*/error.json"))) == 2
     assert 1 <= (done.stdout + done.stderr).count("loading the target") <= 2
+    for path in folder.glob("*/provenance.json"):
+        argv = json.loads(path.read_text())["argv"]
+        assert {"drafter=ngram,oracle,eagle3", "hydra/launcher=ray"} <= set(argv)
     again = sweep(known, folder, "-m", "drafter=ngram,oracle", "engine.max_draft_tokens=2,4")  # and on this machine
     assert again.stdout.count("measured before") + again.stderr.count("measured before") == 4
+
+
+def test_jobs_of_other_processes_name_the_command_of_the_sweep(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(ARGV, "[]")  # put back in the end
+    monkeypatch.setattr(sys, "argv", ["sweep.py", "drafter=ngram,oracle"])
+    watch = SweepWatch()
+    config = config_for("sweep", known)
+    with open_dict(config):
+        config.hydra = {"mode": "RUN", "run": {"dir": str(tmp_path)}}
+    watch.on_run_start(config)
+    sent = pickle.loads(pickle.dumps(watch))
+    monkeypatch.setattr(sys, "argv", ["worker.py"])
+    sent.on_job_start(config)
+    assert provenance()["argv"] == ["sweep.py", "drafter=ngram,oracle"]
+    watch.on_run_end(config)
+    assert provenance()["argv"] == ["worker.py"]
 
 
 def test_names_and_digests(known: Path) -> None:

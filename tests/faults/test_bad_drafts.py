@@ -14,6 +14,7 @@ from specdec.errors import OutOfCacheError
 from specdec.interfaces import DraftRequest, Noise, SamplingParams, TokenTree, empty_tree
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
+from specdec.stats import total
 from tests.decoding import GREEDY, add, drain, engine_of, one, prompts, reference
 from tests.models.architectures import build, model_of, named
 from tests.odd_drafters import WRONG_SHAPES, Plain, Wrapped, spoil, spoil_probs
@@ -109,6 +110,8 @@ def test_fault_23_a_drafter_without_memory(caplog: pytest.LogCaptureFixture) -> 
     assert [r.new_tokens for r in requests] == [reference(model_of(named("llama")), p, 14) for p in PROMPTS]
     assert len(warnings_of(caplog)) == 1
     assert "no room for drafts" in warnings_of(caplog)[0]
+    assert all(r.stats.num_missed_drafts > 0 for r in requests)
+    assert total(r.stats for r in requests).num_missed_drafts == sum(r.stats.num_missed_drafts for r in requests)
 
 
 @pytest.mark.parametrize("kind", ["empty", "own_tree", "more_of_some"])

@@ -8,7 +8,7 @@ import datasets
 import evaluate
 
 from specdec.eval.metrics.agreement import agreements, exact_match_rate
-from specdec.eval.metrics.columns import ignore_others, with_interval
+from specdec.eval.metrics.columns import ignore_others
 
 
 class ExactMatchRate(evaluate.Metric):
@@ -27,6 +27,4 @@ class ExactMatchRate(evaluate.Metric):
         self, *, predictions: Any, references: Any, level: float = 0.95, eos_token_id: Any = None, **others: Any
     ) -> dict[str, Any]:
         ignore_others("exact_match_rate", others)
-        found = agreements(predictions, references, eos_token_id)
-        pairs = [(float(a.parted_at is None), 1.0) for a in found]
-        return with_interval("exact_match_rate", exact_match_rate(found), pairs, level)
+        return exact_match_rate(agreements(predictions, references, eos_token_id), level)

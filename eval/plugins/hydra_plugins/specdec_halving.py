@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, SpecdecError
 from specdec.eval.entry import print_error
-from specdec.eval.halving import Job, check_rounds, ranking, survivors
+from specdec.eval.halving import Job, Outcome, check_rounds, ranking, survivors
+from specdec.eval.sweep_watch import SweepWatch
 from specdec.eval.winner import command_of
 
 log = logging.getLogger("specdec")
+
+_LIMIT = "prompts.limit"  # what grows from round to round
 
 
 class SuccessiveHalving(Sweeper):
@@ -41,37 +44,46 @@ class SuccessiveHalving(Sweeper):
         )
 
     def sweep(self, arguments: list[str]) -> Any:
-        """Run the rounds and print the command that uses what won; end with status 2 on what the user can change."""
+        """Run the rounds and print the command that uses what won.
+
+        What the user can change ends the process with status 2; settings of which none can be ranked make it end with
+        1, after the watch has shown what became of each.
+        """
         try:
             return self._rounds(arguments)
         except ConfigError as error:  # else Hydra prints it with a traceback
             print_error(error)
             sys.exit(2)
+        except SpecdecError as error:
+            print_error(error)
+            SweepWatch.failed = True
+            return None
 
     def _rounds(self, arguments: list[str]) -> list[Any]:
         folder = Path(self.config.hydra.sweep.dir)
         folder.mkdir(parents=True, exist_ok=True)
         jobs = self.jobs(arguments)
-        scores: dict[Job, float | None] = {}
+        common = set.intersection(*map(set, jobs))
+        outcomes: dict[Job, Outcome] = {}
         number, returns = 0, []
         for round_, limit in enumerate(self._rungs):
             if round_:
-                jobs = survivors(scores, self._keep)
+                jobs = survivors(outcomes, self._keep)
             log.info("round %s of %s: %s settings on %s prompts", round_ + 1, len(self._rungs), len(jobs), limit)
-            batch = [[*job, f"prompts.limit={limit}"] for job in jobs]
+            batch = [[*job, f"{_LIMIT}={limit}"] for job in jobs]
             self.validate_batch_is_legal(batch)
             done = self._launcher.launch(batch, initial_job_idx=number)
             number += len(batch)
             returns.append(done)
-            scores = {job: one.return_value for job, one in zip(jobs, done, strict=True)}
-        self._show(scores, set(arguments))
+            outcomes = {job: one.return_value for job, one in zip(jobs, done, strict=True)}
+        self._show(outcomes, common)
         return returns
 
     def jobs(self, arguments: Sequence[str]) -> list[Job]:
         """Return all settings: every grid's, each with the arguments of the command line.
 
         Raises:
-            ConfigError: there is nothing to choose from.
+            ConfigError: there is nothing to choose from, or something says how many prompts to run, as the rounds do.
         """
         parser = OverridesParser.create(config_loader=self.hydra_context.config_loader)
         grids = [shlex.split(grid) for grid in self._grids]
@@ -79,25 +91,41 @@ class SuccessiveHalving(Sweeper):
             grids.append([f"{key}={value}" for key, value in self._params.items()])
         found: list[Job] = []
         for words in grids:
-            for job in BasicSweeper.split_arguments(parser.parse_overrides([*words, *arguments]), None)[0]:
-                found.append(tuple(word for word in job if not word.startswith("prompts.limit=")))
+            overrides = parser.parse_overrides([*words, *arguments])
+            for override in overrides:
+                if override.key_or_group == _LIMIT:
+                    raise ConfigError(
+                        f"{override.input_line} would be without effect: hydra.sweeper.rungs={self._rungs} says how "
+                        "many prompts each round runs; give it other numbers"
+                    )
+            found += map(tuple, BasicSweeper.split_arguments(overrides, None)[0])
         found = list(dict.fromkeys(found))
         if len(found) < 2:
             raise ConfigError("there is one setting only: give hydra.sweeper.grids, or several values to a key")
         return found
 
-    def _show(self, scores: dict[Job, float | None], common: Collection[str]) -> None:
+    def _show(self, outcomes: Mapping[Job, Outcome], common: Collection[str]) -> None:
+        """Print the last round and the command that uses the fastest setting, or raise SpecdecError if none is."""
         console = Console()
+        ranked = ranking(outcomes)
         table = Table(title="the last round", box=None, pad_edge=False)
-        table.add_column("settings", overflow="fold")
-        table.add_column("speedup", justify="right")
-        ranked = ranking(scores)
-        for job in ranked:
-            table.add_row(Text(" ".join(word for word in job if word not in common)), f"{scores[job]:.2f}x")
+        for column in ("settings", "speedup"):
+            table.add_column(column, overflow="fold")
+        for job, speedup in ranked.items():
+            table.add_row(_text(job, common), f"{speedup:.2f}x")
+        for job, outcome in outcomes.items():
+            if job not in ranked:
+                table.add_row(_text(job, common), Text(str(outcome)))
         console.print(table)
-        if not ranked or (scores[ranked[0]] or 0.0) <= 1.0:
+        best, speedup = next(iter(ranked.items()))
+        if speedup <= 1.0:
             console.print("nothing is faster than no drafting here: use drafter none", highlight=False)
             return
-        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(ranked[0]))
+        config = self.hydra_context.config_loader.load_sweep_config(self.config, list(best))
         console.print("the fastest here:", highlight=False)
-        console.print(Text(command_of(config)), soft_wrap=True)
+        console.print(Text(command_of(config, best)), soft_wrap=True)
+
+
+def _text(job: Job, common: Collection[str]) -> Text:
+    """Return what a job has of its own."""
+    return Text(" ".join(word for word in job if word not in common))

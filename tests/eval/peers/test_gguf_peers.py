@@ -174,6 +174,21 @@ def test_openvino_converts_a_named_gguf_draft_model_in_a_folder_of_its_own(
     assert peer.info.options["draft_model"] == str(named)
 
 
+def test_openvino_converts_no_draft_model_with_an_embedding_of_its_own(
+    llm: LLM, fake_openvino: None, tmp_path: Path
+) -> None:
+    other = save_tiny_chat_model(tmp_path / "other")
+    with pytest.raises(PeerAbsent, match=r"other has an embedding of its own.* peer_options\.openvino_draft_model"):
+        build("openvino_draft_model", llm, draft_model=str(other))
+
+
+def test_openvino_takes_a_folder_of_its_own(llm: LLM, fake_openvino: None, tmp_path: Path) -> None:
+    (tmp_path / "openvino_model.xml").write_text("<net/>")
+    peer = build("openvino_draft_model", llm, draft_model=str(tmp_path), num_draft_tokens=None)
+    assert peer._pipeline.options["draft_model"] == (str(tmp_path), "CPU")
+    assert (peer.info.max_draft_tokens, peer.info.options["draft_model"]) == (5, str(tmp_path))
+
+
 @pytest.mark.parametrize("name", ["llama_cpp", "llama_cpp_prompt_lookup", "openvino", "openvino_draft_model"])
 def test_what_is_not_installed_is_absent(llm: LLM, gguf: None, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     for module in ("llama_cpp", "llama_cpp.llama_speculative", "openvino_genai"):

@@ -176,3 +176,57 @@ def test_what_is_missing_is_told_from_what_does_not_load(tmp_path: Path, monkeyp
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PeerAbsent, match=r"cannot be imported \(ModuleNotFoundError\)"):
         import_peer("needs_more", "some-package")
+
+
+def asking(folder: Path, **settings: Any) -> LLM:
+    """Return a target whose generation config asks for something."""
+    llm = LLM(str(folder), dtype="float64")
+    for name, value in settings.items():
+        setattr(llm.model.generation_config, name, value)
+    return llm
+
+
+def engines(llm: LLM, prompt: list[int], count: int) -> list[int]:
+    return llm.generate(prompt, max_new_tokens=count, ignore_eos=True)[0].token_ids
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_logits_processors_of_the_generation_config_apply_as_in_the_engine(name: str, llm: LLM, folder: Path) -> None:
+    plain = generated(llm, PROMPTS[0], COUNTS[0])
+    suppressing = asking(folder, suppress_tokens=plain[1:3], remove_invalid_values=True)
+    peer = build(name, suppressing, folder)
+    try:
+        (answer,) = peer.run([PROMPTS[0]], [COUNTS[0]])
+    finally:
+        peer.close()
+    assert answer.token_ids == engines(suppressing, PROMPTS[0], COUNTS[0]) != plain
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_processors_that_read_the_answer_apply_or_the_peer_is_absent(name: str, llm: LLM, folder: Path) -> None:
+    penalising = asking(folder, repetition_penalty=1.3)
+    if name == "transformers_generate_batch":  # it would leave the penalty out without a word
+        with pytest.raises(PeerAbsent, match=r"does not apply what .* asks for: RepetitionPenaltyLogitsProcessor"):
+            build(name, penalising, folder)
+        return
+    (answer,) = build(name, penalising, folder).run([PROMPTS[0]], [COUNTS[0]])
+    expected = engines(penalising, PROMPTS[0], COUNTS[0])
+    assert answer.token_ids == expected != generated(llm, PROMPTS[0], COUNTS[0])
+
+
+@pytest.mark.parametrize("cut", [{"min_p": 0.5}, {"typical_p": 0.2}, {"epsilon_cutoff": 0.5}, {"top_k": 1}])
+def test_a_models_own_cuts_of_the_distribution_do_not_apply(llm: LLM, folder: Path, cut: dict[str, Any]) -> None:
+    expected, cutting = (
+        build("transformers", own, folder, temperature=1.0, seed=3).run([PROMPTS[0]], [16])[0].token_ids
+        for own in (llm, asking(folder, **cut))
+    )
+    assert cutting == expected
+
+
+def test_a_seedless_batch_draws_from_the_whole_distribution(folder: Path) -> None:
+    peer = build("transformers_generate_batch", asking(folder, top_k=1, min_p=0.9), folder, temperature=1.0)
+    try:
+        answers = {tuple(peer.run([PROMPTS[0]], [12])[0].token_ids) for _ in range(3)}
+    finally:
+        peer.close()
+    assert len(answers) > 1

@@ -75,16 +75,20 @@ class Made:
     forward_s: Callable[[float], float] = forward_s
     noise: float = 1.0  # 0: every forward takes its time exactly
     other_s: float = 0.0006  # of a step
+    prompts: Any = None  # of the configuration
+    digests: str = ""  # of the prompts they begin with; empty: the records have none
 
 
 def write_point(folder: Path, made: Made = Made(), origin: dict[str, Any] | None = None) -> Path:
     """Write a point's folder and return it."""
     folder.mkdir(parents=True)
-    config = {"batch_size": made.batch_size, "engine": {"max_draft_tokens": made.draft_tokens}}
-    (folder / CONFIG).write_text(yaml.safe_dump(config))
+    config: dict[str, Any] = {"batch_size": made.batch_size, "engine": {"max_draft_tokens": made.draft_tokens}}
+    config |= {} if made.prompts is None else {"prompts": made.prompts}
+    (folder / CONFIG).write_text(yaml.safe_dump(config, sort_keys=False))
     (folder / PROVENANCE).write_text(json.dumps({**ORIGIN, **(origin or {})}))
     dice = random.Random(7)
-    cases = [Case(f"c{i}", CATEGORIES[i % 5], 0, 30 + i, made.num_tokens) for i in range(made.num_cases)]
+    digests = [f"{made.digests}{i}" if made.digests else "" for i in range(made.num_cases)]
+    cases = [Case(f"c{i}", CATEGORIES[i % 5], 0, 30 + i, made.num_tokens, own) for i, own in enumerate(digests)]
     variants = [replace(v, max_draft_tokens=v.max_draft_tokens and made.draft_tokens) for v in made.variants]
     with RecordWriter(folder / RECORDS) as writer:
         writer.write(_header(made, cases, variants))

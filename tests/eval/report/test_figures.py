@@ -229,6 +229,26 @@ def test_crossings_do_not_depend_on_the_order() -> None:
     assert crossings([4, 1, 2], [0.8, 1.5, 1.2]) == pytest.approx([3.0])
 
 
+def test_rings_lie_on_the_lines_and_have_the_number_of_the_text(tmp_path: Path) -> None:
+    """Over a logarithmic axis the line between 4 and 16 passes 1.0 at 8, not halfway between the numbers."""
+    for size in (4, 16):
+        made = Made(str(size), size, overrides={"batch_size": size}, repeats=1, num_cases=16, num_tokens=8)
+        write_point(tmp_path / str(size), replace(made, variants=(VARIANTS[0], VARIANTS[2])))
+    points = gather([tmp_path]).points
+    for point, middle in zip(points, (1.3, 0.7), strict=True):
+        point.summary["speedups"][0]["decode"] |= {"median": middle, "low": None, "high": None}
+    (picture,) = sweeps(points, looks_of(*points))
+    assert "(passes 1.0 near 8)" in picture.findings[0]
+    (axes,) = picture.figure.axes
+    assert (axes.get_xscale(), axes.get_yscale()) == ("log", "linear")
+    (ring,) = (line for line in axes.lines if line.get_markerfacecolor() == "none")
+    assert ring.get_xdata() == pytest.approx([8])
+    (curve,) = (line for line in axes.lines if line.get_marker() == "o" and len(line.get_xdata()) == 2)
+    (x0, y0), (x1, y1) = axes.transData.transform(curve.get_xydata())
+    x, y = axes.transData.transform((ring.get_xdata()[0], 1.0))
+    assert (x - x0) / (x1 - x0) == pytest.approx((y - y0) / (y1 - y0))
+
+
 def test_every_number_that_differs_is_a_figure_with_a_panel_for_the_others(tmp_path: Path) -> None:
     points = gather([write_sweep(tmp_path / "run", num_tokens=16, variants=tuple(VARIANTS[:4]))]).points
     pictures = {picture.title: picture for picture in sweeps(points, looks_of(*points))}
@@ -296,7 +316,8 @@ def test_without_intervals_nothing_is_clear_and_everything_is_drawn(tmp_path: Pa
     assert ratio is not None
     assert ratio["low"] is None
     (picture,) = sweeps(points, looks_of(*points))
-    assert "not clear at 1, 2, where there is no interval" in picture.findings[0]
+    said = "not clear at 1, 2, where there is no interval (it takes 6 conversations, 12 prompts)."
+    assert said in picture.findings[0]
     for build in BUILDERS:
         build(points[0], looks_of(*points))
     assert predictions(points, looks_of(*points)) is not None

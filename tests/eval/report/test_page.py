@@ -8,9 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from specdec.eval.records import VariantInfo
+from specdec.eval.report.drawing import _ROLES
 from specdec.eval.report.gather import gather
 from specdec.eval.report.page import LIST_FILE, MOST_POINTS_DRAWN, write_report
-from specdec.eval.report.tables import controls, headline, notes
+from specdec.eval.report.tables import controls, headline, notes, variants
+from specdec.eval.report.time_figures import _PARTS
 from tests.browser import DESK, PHONE, OpenPage
 from tests.eval.report.made_up import VARIANTS, Made, write_point
 
@@ -149,8 +152,19 @@ def test_too_few_batches_are_said_and_not_judged(tmp_path: Path) -> None:
     table = headline(points)
     assert next(row for row in table.rows if row[0] == "ngram")[1].endswith(" [-]")
     (line,) = controls(points)
-    assert "too few batches" in line
+    assert "too few prompts for an interval, which takes 8 conversations" in line
     assert "NOT" not in line
+    assert "[-]: a 95 % interval takes 6 conversations, 1 conversation gave none: run." in notes(points)
+
+
+def test_how_many_prompts_give_an_interval_is_said_of_batches(tmp_path: Path) -> None:
+    made = Made(batch_size=8, repeats=1, num_tokens=12, num_cases=32, variants=(VARIANTS[0], VARIANTS[2]))
+    for name in ("a", "b"):
+        write_point(tmp_path / name, replace(made, name=name))
+    assert notes(gather([tmp_path]).points) == [
+        "Absent: openvino (pip install openvino-genai).",
+        "[-]: a 95 % interval takes 48 prompts, 4 full batches gave none: a; b.",
+    ]
 
 
 def test_captions_can_be_read_on_a_phone(open_page: OpenPage, point_page: Path) -> None:
@@ -186,6 +200,28 @@ def test_the_headline_keeps_rates_of_trees_apart_and_marks_lossy_variants(point_
         assert expected in text
 
 
+def test_what_each_variant_is_is_said_once(tmp_path: Path, point_page: Path) -> None:
+    options = {"drafter_options": {"tree": "chain"}, "verifier_options": {"epsilon": 0.3}, "max_draft_tokens": 2}
+    medusa = VariantInfo("heads", "engine", "medusa", "typical", False, 2, {**options, "kv_dtype": "int8"})
+    made = Made(repeats=1, num_tokens=12, num_cases=2, variants=(VARIANTS[0], VARIANTS[4], medusa, VARIANTS[6]))
+    for name, count in (("a", 2), ("b", 2), ("c", 6)):
+        write_point(tmp_path / name, replace(made, name=name, draft_tokens=count))
+    points = gather([tmp_path]).points
+    table = variants(points)
+    heads = ("tree=chain, verifier.epsilon=0.3, kv_dtype=int8", "medusa", "typical")
+    assert table.columns == ("variant", "draft tokens", "options", "drafter", "verifier", "points")
+    assert table.rows == [
+        ("none", "-", "-", "none", "-", "all"),
+        ("eagle3", "2", "-", "eagle3", "traversal", "a; b"),
+        ("eagle3", "6", "-", "eagle3", "traversal", "c"),
+        ("heads (LOSSY)", "2", *heads, "a; b"),
+        ("heads (LOSSY)", "6", *heads, "c"),
+        ("llama_cpp", "-", "-", "-", "-", "all"),
+    ]
+    assert "points" not in variants(points[:2]).columns
+    assert "What the variants are" in point_page.read_text()
+
+
 def test_a_large_sweep_is_cut_and_the_csv_has_it_all(sweep_page: Path) -> None:
     assert len(list(sweep_page.parent.glob("speedup-?.png"))) == MOST_POINTS_DRAWN
     assert f"those of {MOST_POINTS_DRAWN} of them" in sweep_page.read_text()
@@ -217,3 +253,6 @@ def test_colours_can_be_told_from_the_page(scheme: int) -> None:
         elif name.startswith("series"):
             assert _contrast(colour, colours["page"]) >= 3, name
     assert _contrast(colours["ink"], colours["warning"]) >= 4.5
+    for name, *own in _PARTS.values():  # of bars: the colour or its edge
+        shown = [colours[_ROLES[colour].removeprefix("var(--").removesuffix(")")] for colour in own]
+        assert max(_contrast(colour, colours["page"]) for colour in shown) >= 3, name
