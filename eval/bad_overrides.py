@@ -65,6 +65,9 @@ def unknown_setting(key: str, group: Any) -> ConfigError:
     """
     before, _, name = key.rpartition(".")
     names = [str(name) for name in group if name != _OWN]
+    group_too = key.replace("_", ".", 1)  # drafter_options, as beside and the LLM spell it, for drafter.options
+    if group_too in (dotted for dotted, _ in _settings(group._get_root())):
+        return ConfigError(f"there is no setting {key!r}; did you mean {group_too!r}?")
     if not get_close_matches(name, names, n=1):
         elsewhere = [dotted for dotted, _ in _settings(group._get_root()) if dotted.rpartition(".")[2] == name]
         if elsewhere:

@@ -214,6 +214,7 @@ def _measure(config: Any, folder: Path, earlier: Records | None, origin: Origin,
         header = _header(config, base, variants, cases, origin)
         if earlier is not None:
             _check_same(folder, earlier.header, header)
+            log.info("going on after the %d samples of an earlier session", len(earlier.samples))
         run = Run(
             variants.found,
             cases,

@@ -12,7 +12,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.text import Text
 from transformers.utils import logging as transformers_logging
 
-from specdec.eval.point import measure_point, read_summary
+from specdec.eval.point import is_finished, measure_point, read_summary
 from specdec.eval.records import Records
 
 
@@ -36,10 +36,12 @@ def run_point(config: Any, console: Console) -> tuple[Records, dict[str, Any]]:
     """
     quiet_libraries()
     folder = Path(HydraConfig.get().runtime.output_dir)
+    was_finished = is_finished(folder)
     with samples_bar(console) as bar:
         task = bar.add_task("samples", total=None)
         records = measure_point(
             config, folder, progress=lambda done, total: bar.update(task, completed=done, total=total)
         )
-    console.print(Text(f"written to {folder}"), soft_wrap=True)
+    said = f"measured before, nothing was run: {folder}" if was_finished else f"written to {folder}"
+    console.print(Text(said), soft_wrap=True)
     return records, read_summary(folder, records)

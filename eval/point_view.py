@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from specdec.eval.ratios import num_needed
 from specdec.eval.records import BASELINE, LeftOut, Records
 from specdec.eval.summary import drafter_faults
 
@@ -39,8 +40,8 @@ def show_point(records: Records, summary: dict[str, Any], console: Console) -> N
     header = records.header
     say(
         console,
-        f"{header.target} {header.dtype}, {len(header.cases)} prompts in batches of {header.batch_size}, "
-        f"{header.repeats} repeats",
+        f"{header.target} {header.dtype}, conversations: {len({case.name for case in header.cases})}, their prompts: "
+        f"{len(header.cases)}, batch size: {header.batch_size}, repeats: {header.repeats}",
     )
     trees = any(own["tree"] for own in summary["variants"].values())
     table = Table(box=None, pad_edge=False)
@@ -65,8 +66,9 @@ def show_point(records: Records, summary: dict[str, Any], console: Console) -> N
     console.print(table)
     say(
         console,
-        "speedup: decode time of none, the undrafted engine, over the variant's, median over prompts, or full batches; "
-        "e2e: with prefill; length: tokens per target forward; rate: accepted per draft token"
+        "speedup: decode time of none, the undrafted engine, over the variant's, median over conversations, or full "
+        f"batches (few: less than the {num_needed(0.95)} that an interval takes); e2e: with prefill; of all answers "
+        "together, tok/s: decoded tokens per second, length: tokens per target forward, rate: accepted per draft token"
         + (" (nodes: of trees)" if trees else "")
         + "; = none: answers with none's ids",
     )
@@ -87,7 +89,7 @@ def _faster(found: dict[str, Any] | None) -> tuple[str, str]:
 def _show_noise(summary: dict[str, Any], console: Console) -> None:
     control = summary["control"]
     if control is not None:
-        verdict = {None: "too few prompts to tell", True: "holds 1.0"}.get(
+        verdict = {None: f"too few to tell, it takes {num_needed(0.99)}", True: "holds 1.0"}.get(
             control["holds"], "does NOT hold 1.0: differences this small mean nothing"
         )
         ends = "" if control["low"] is None else f", 99 % interval [{control['low']:.3f}, {control['high']:.3f}]"

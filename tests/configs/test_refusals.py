@@ -71,6 +71,8 @@ halving.register()  # as specdec.eval.sweep does
         ("beside.X={drafter: 5}", "beside.X.drafter=5; allowed: the name of a drafter"),
         ("beside.X={drafter_options: 5}", "beside.X.drafter_options=5; allowed: {option: value}"),
         ("beside.ngram={drafter_options: {max_ngam: 3}}", "did you mean 'beside.ngram.drafter_options.max_ngram'?"),
+        ("drafter_options.foo=1", "no setting 'drafter_options'; did you mean 'drafter.options'?"),
+        ("verifier_options={foo: 1}", "no setting 'verifier_options'; did you mean 'verifier.options'?"),
         ("besides.suffix={}", "no setting 'besides'; did you mean 'beside'?"),
         ("+besides.suffix={}", "no setting 'besides'; did you mean 'beside'?"),
         ("++besides.suffix={}", "no setting 'besides'; did you mean 'beside'?"),

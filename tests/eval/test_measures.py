@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from omegaconf import OmegaConf
 from rich.console import Console
 
 from specdec import LLM, ConfigError
-from specdec.eval import kv_error, lossless, rollback
+from specdec.eval import kv_error, lossless, point_run, rollback
 from specdec.eval.batch_run import BatchRun, over
 from specdec.eval.point import measure_point
 from specdec.eval.point_view import show_point, show_step_times
@@ -111,6 +112,19 @@ def test_speedup_end_to_end(tiny: Path, tmp_path: Path, capsys: pytest.CaptureFi
     shown = capsys.readouterr().out
     assert "oracle over transformers: decode" in shown
     assert "t(M)" in shown
+    assert "conversations: 2, their prompts: 2, batch size: 1, repeats: 2" in " ".join(shown.split())
+
+
+def test_a_finished_run_is_said_to_be_one(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = SimpleNamespace(runtime=SimpleNamespace(output_dir=str(tmp_path / "run")))
+    monkeypatch.setattr(point_run, "HydraConfig", SimpleNamespace(get=lambda: own))
+    overrides = ("drafter=ngram", "max_new_tokens=4", "repeats=1", "prompts=builtin", "prompts.limit=1", "peers=[]")
+    measured = config("speedup", tiny, *overrides, "step_times=false")
+    for said in ("written to", "measured before, nothing was run"):
+        point_run.run_point(measured, Console(width=300))
+        assert said in capsys.readouterr().out
 
 
 def test_lossless_end_to_end(tiny: Path) -> None:
