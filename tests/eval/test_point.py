@@ -248,13 +248,8 @@ def test_answers_that_are_given_again_are_no_time_of_the_run(
     assert after.start_s - before.start_s - before.total_s < 0.3, "the clock stood still meanwhile"
 
 
-def test_prefixes_that_were_kept_are_kept_again_when_a_repeat_goes_on(
-    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps({"prompt": "a" * 64}) for _ in range(4)))
-    settings = ["engine.prefix_caching=true", f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "batch_size=1"]
-    config = config_for("acceptance", known, *settings, "max_new_tokens=6", "repeats=1")
+def cached_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return a list that grows with each run of an engine: how many tokens its prefix cache had."""
     seen: list[int] = []
     run_variant = variants.EngineVariant.run
 
@@ -265,6 +260,17 @@ def test_prefixes_that_were_kept_are_kept_again_when_a_repeat_goes_on(
         return found
 
     monkeypatch.setattr(variants.EngineVariant, "run", counted)
+    return seen
+
+
+def test_prefixes_that_were_kept_are_kept_again_when_a_repeat_goes_on(
+    known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps({"prompt": "a" * 64}) for _ in range(4)))
+    settings = ["engine.prefix_caching=true", f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "batch_size=1"]
+    config = config_for("acceptance", known, *settings, "max_new_tokens=6", "repeats=1")
+    seen = cached_tokens(monkeypatch)
     measure_point(config, tmp_path / "whole")
     whole = seen[:]
     assert whole[:4] == [0] * 4  # warm-up, and the first prompt
@@ -364,23 +370,13 @@ def test_names_of_people_are_no_markup(known: Path, tmp_path: Path, capsys: pyte
     assert "left out: 1 of [/c] ([/x])" in capsys.readouterr().out
 
 
-def test_prefixes_are_forgotten_between_repeats(known: Path, tmp_path: Path) -> None:
+def test_prefixes_are_forgotten_between_repeats(known: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "a" * 64}))
     settings = ["engine.prefix_caching=true", f"prompts.path={rows}", "prompts.max_prompt_tokens=null", "repeats=2"]
-    llms = []
-    with pytest.MonkeyPatch.context() as patch:
-        run = variants.EngineVariant.run
-
-        def counted(self: Any, *arguments: Any) -> Any:
-            before = self.llm.engine.stats.num_cached_tokens
-            found = run(self, *arguments)
-            llms.append(self.llm.engine.stats.num_cached_tokens - before)
-            return found
-
-        patch.setattr(variants.EngineVariant, "run", counted)
-        measure_point(config_for("acceptance", known, *settings), tmp_path / "point")
-    assert llms == [0] * 6  # two warm-ups, two repeats of two variants
+    seen = cached_tokens(monkeypatch)
+    measure_point(config_for("acceptance", known, *settings), tmp_path / "point")
+    assert seen == [0] * 6  # two warm-ups, two repeats of two variants
 
 
 def test_the_oracles_rate_is_measured(known: Path, tmp_path: Path) -> None:
